@@ -1,0 +1,49 @@
+"""What an environment author writes: tasks, a rollout, and optionally a score for the whole group.
+
+An environment is built once per server process, on that process' main thread, with the `args` of the
+configuration. It holds no model: every rollout receives one that already knows the system prompt and the
+sampling parameters.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from envs.model import Model
+from envs.rollout import Rollout
+
+Task = Mapping[str, Any]
+"""One problem of an environment, as the environment's own `tasks` made it."""
+
+
+class Tasks(Protocol):
+    """Tasks of a split, by index. Finite ones also have `__len__`; generated ones need not."""
+
+    def __getitem__(self, index: int, /) -> Task: ...
+
+
+class Environment(ABC):
+    """One environment. The constructor receives the config's `args` as keyword arguments."""
+
+    @abstractmethod
+    def tasks(self, split: str) -> Tasks:
+        """The tasks of a split ("train" or "eval"); called once per split and kept."""
+
+    @abstractmethod
+    async def rollout(self, task: Task, model: Model) -> Rollout:
+        """One attempt at a task. An exception is a failed rollout, never a reward of zero."""
+
+    async def score_group(self, task: Task, rollouts: list[Rollout]) -> list[float]:
+        """Rewards of a whole group, in order. Overriding this is what makes an environment group-scored."""
+        return [rollout.reward for rollout in rollouts]
+
+    async def setup(self) -> None:
+        """Load what rollouts need; the server is ready only afterwards."""
+
+    async def close(self) -> None:
+        """Give back what `setup` took."""
+
+
+def is_group_scored(environment: Environment) -> bool:
+    """Whether rewards of this environment need the whole group."""
+    return type(environment).score_group is not Environment.score_group

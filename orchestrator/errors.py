@@ -1,0 +1,78 @@
+"""Errors that end a run, and the exit code of each.
+
+OrchestratorError
+├── ConfigError            exit 2, nothing was spawned
+├── EnvError(env)
+│   ├── EnvStartupError    exit 3, with the tail of the server's own log
+│   ├── EnvLostError       restart budget used up, exit 4
+│   └── EnvProtocolError   a server speaks another protocol or serves another environment, exit 3
+├── RolloutError           becomes an outcome, never fatal
+├── JournalError           the run directory cannot be written or is in use, exit 6
+├── StalledError           nothing that could be trained on came out for too long, exit 7
+└── TrainerLinkError       exit 5
+
+A message names the object, what happened and the remedy. A user's mistake prints one line.
+"""
+
+
+class OrchestratorError(Exception):
+    """An error with a message for the user and an exit code for the supervisor."""
+
+    exit_code = 1
+
+
+class ConfigError(OrchestratorError):
+    """The configuration cannot be used; nothing was spawned."""
+
+    exit_code = 2
+
+
+class EnvError(OrchestratorError):
+    """Something about one environment; the message starts with its name."""
+
+    exit_code = 3
+
+    def __init__(self, env: str, message: str) -> None:
+        super().__init__(f'env "{env}": {message}')
+        self.env = env
+
+
+class EnvStartupError(EnvError):
+    """An env server did not become ready."""
+
+
+class EnvLostError(EnvError):
+    """An env's servers keep dying and the restart budget is used up."""
+
+    exit_code = 4
+
+
+class EnvProtocolError(EnvError):
+    """A server speaks another protocol version or serves something else than asked."""
+
+
+class RolloutError(OrchestratorError):
+    """One rollout failed; `kind` names how, `retryable` whether another attempt may succeed."""
+
+    def __init__(self, kind: str, message: str, *, retryable: bool) -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.retryable = retryable
+
+
+class TrainerLinkError(OrchestratorError):
+    """The trainer cannot be served."""
+
+    exit_code = 5
+
+
+class JournalError(OrchestratorError):
+    """The run directory cannot be written, or another orchestrator uses it."""
+
+    exit_code = 6
+
+
+class StalledError(OrchestratorError):
+    """Nothing that could be trained on came out for longer than the configuration allows."""
+
+    exit_code = 7
