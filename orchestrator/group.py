@@ -1,0 +1,80 @@
+"""A finished group: the unit that is scored, queued, recorded and trained on, never split by accident.
+
+Arrays are concatenated over the group's sequences (9 bytes a token: int32 token, float32 log-probability,
+uint8 mask), `lengths` tells them apart. A group is immutable once made. Its id is unique in a run, because
+every position of an environment's task stream is trained on once.
+"""
+
+from dataclasses import dataclass, field
+
+from envs.rollout import Float32s, Int32s, Uint8s
+
+
+@dataclass(frozen=True, slots=True)
+class TrainTask:
+    """Which example: `position` counts the tasks handed out by an env since the start of the run.
+
+    `index` is where the position falls in the env's split; `epoch` is how often the split was gone through.
+    """
+
+    env: str
+    split: str
+    index: int
+    epoch: int
+    position: int
+
+    @property
+    def key(self) -> str:
+        """Name of the task in the run: unique across envs, splits and epochs."""
+        return f"{self.env}/{self.split}/{self.position}"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Group:
+    """The rollouts of one task, scored together, ready to be trained on.
+
+    `version` is the oldest policy version that sampled any of it, `version_end` the newest.
+    `rewards` and `advantages` have one entry per sequence. `transcript` is a msgpack list with one entry per
+    rollout (messages, reward, metrics, stop_reason, timings), for people.
+    """
+
+    task: TrainTask
+    version: int
+    version_end: int
+    rollouts: int
+    lengths: tuple[int, ...]
+    tokens: Int32s
+    mask: Uint8s
+    logprobs: Float32s
+    rewards: Float32s
+    advantages: Float32s
+    transcript: bytes = field(default=b"", repr=False)
+
+    @property
+    def id(self) -> str:
+        return self.task.key
+
+    @property
+    def env(self) -> str:
+        return self.task.env
+
+    @property
+    def size(self) -> int:
+        """Number of sequences."""
+        return len(self.lengths)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """What the trainer gets: whole groups whose sizes sum to exactly the batch size.
+
+    `version` is the policy version the batch is trained on; steps count from 1.
+    """
+
+    step: int
+    version: int
+    groups: tuple[Group, ...]
+
+    @property
+    def size(self) -> int:
+        return sum(group.size for group in self.groups)
