@@ -37,6 +37,11 @@ class Environment(ABC):
         """Rewards of a whole group, in order. Overriding this is what makes an environment group-scored."""
         return [rollout.reward for rollout in rollouts]
 
+    @property
+    def group_scored(self) -> bool:
+        """Whether rewards need the whole group; an environment that only learns it when loaded overrides this."""
+        return type(self).score_group is not Environment.score_group
+
     async def setup(self) -> None:
         """Load what rollouts need; the server is ready only afterwards."""
 
@@ -46,4 +51,4 @@ class Environment(ABC):
 
 def is_group_scored(environment: Environment) -> bool:
     """Whether rewards of this environment need the whole group."""
-    return type(environment).score_group is not Environment.score_group
+    return environment.group_scored

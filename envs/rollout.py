@@ -33,10 +33,16 @@ class Sequence:
 
     def check(self) -> None:
         """Raise InvalidRolloutError unless the arrays fit together."""
-        arrays = {"tokens": (self.tokens, np.int32), "mask": (self.mask, np.uint8), "logprobs": (self.logprobs, np.float32)}
+        arrays = {
+            "tokens": (self.tokens, np.int32),
+            "mask": (self.mask, np.uint8),
+            "logprobs": (self.logprobs, np.float32),
+        }
         for name, (array, dtype) in arrays.items():
             if not isinstance(array, np.ndarray) or array.dtype != dtype or array.ndim != 1:
-                raise InvalidRolloutError(f"{name} must be a one-dimensional {np.dtype(dtype)} array, got {_describe(array)}")
+                raise InvalidRolloutError(
+                    f"{name} must be a one-dimensional {np.dtype(dtype)} array, got {_describe(array)}"
+                )
         if not len(self.tokens) == len(self.mask) == len(self.logprobs):
             raise InvalidRolloutError(
                 f"tokens, mask and logprobs differ in length: {len(self.tokens)}, {len(self.mask)}, {len(self.logprobs)}"
@@ -67,11 +73,14 @@ class Rollout:
         """Tokens in all sequences."""
         return sum(len(sequence) for sequence in self.sequences)
 
-    def check(self) -> None:
-        """Raise InvalidRolloutError unless this can be trained on."""
+    def check(self, *, require_sequences: bool = True) -> None:
+        """Raise InvalidRolloutError unless this can be trained on.
+
+        Evaluations are not trained on: with `require_sequences` False they may come without sequences.
+        """
         if not isinstance(self.reward, (int, float)) or not np.isfinite(self.reward):
             raise InvalidRolloutError(f"reward must be a finite number, got {self.reward!r}")
-        if not self.sequences:
+        if require_sequences and not self.sequences:
             raise InvalidRolloutError("the rollout has no sequence: the model was never called")
         for sequence in self.sequences:
             sequence.check()

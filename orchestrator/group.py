@@ -2,10 +2,11 @@
 
 Arrays are concatenated over the group's sequences (9 bytes a token: int32 token, float32 log-probability,
 uint8 mask), `lengths` tells them apart. A group is immutable once made. Its id is unique in a run, because
-every position of an environment's task stream is trained on once.
+every position of an environment's task stream is trained on once; the parts of a group that was split for the
+sake of an exact batch are told apart by `part`.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from envs.rollout import Float32s, Int32s, Uint8s
 
@@ -49,10 +50,11 @@ class Group:
     rewards: Float32s
     advantages: Float32s
     transcript: bytes = field(default=b"", repr=False)
+    part: int = 0
 
     @property
     def id(self) -> str:
-        return self.task.key
+        return f"{self.task.key}+{self.part}" if self.part else self.task.key
 
     @property
     def env(self) -> str:
@@ -62,6 +64,31 @@ class Group:
     def size(self) -> int:
         """Number of sequences."""
         return len(self.lengths)
+
+    def split(self, n: int) -> "tuple[Group, Group]":
+        """The first `n` sequences and the rest, as two groups that share the arrays."""
+        cut = sum(self.lengths[:n])
+        first = replace(
+            self,
+            lengths=self.lengths[:n],
+            tokens=self.tokens[:cut],
+            mask=self.mask[:cut],
+            logprobs=self.logprobs[:cut],
+            rewards=self.rewards[:n],
+            advantages=self.advantages[:n],
+        )
+        rest = replace(
+            self,
+            lengths=self.lengths[n:],
+            tokens=self.tokens[cut:],
+            mask=self.mask[cut:],
+            logprobs=self.logprobs[cut:],
+            rewards=self.rewards[n:],
+            advantages=self.advantages[n:],
+            transcript=b"",
+            part=self.part + 1,
+        )
+        return first, rest
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,0 +1,294 @@
+"""Environments of classic verifiers (`load_environment`, `rollout`, rubrics; releases up to 0.3).
+
+The library runs its own turns, tools and rubrics; its model calls go through `Model` by a client of its own
+kind, so that token ids and log-probabilities are recorded as in native environments. A rubric with group
+rewards makes the environment group-scored. The library keeps errors in its state and scores a reward function
+that raises as zero; here both end the rollout as a failure that keeps the error's type as its kind.
+Imported only where the library is installed.
+"""
+
+import re
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import verifiers as vf  # type: ignore[import-not-found]  # only in a virtualenv of its own
+from verifiers.clients import OpenAIChatCompletionsClient  # type: ignore[import-not-found]  # as above
+from verifiers.types import (  # type: ignore[import-not-found]  # as above
+    Response,
+    ResponseMessage,
+    ToolCall,
+    Usage,
+)
+
+from envs.adapters.policy import completion, sibling, turn_options
+from envs.adapters.reward_errors import RewardError, rubrics_of, watch, watching
+from envs.environment import Environment, Task, Tasks
+from envs.errors import EnvironmentLoadError, FailureKind, RolloutFailure
+from envs.model import Model, Reply
+from envs.rollout import Rollout
+
+_RETRYABLE = (vf.InfraError, vf.InvalidModelResponseError)
+_FINISH_REASONS = ("stop", "length", "tool_calls")
+
+
+@dataclass(slots=True)
+class ScoredLater(Rollout):
+    """A rollout with the library's state, which the group's rubric needs."""
+
+    state: Any = None
+
+
+class PolicyClient(OpenAIChatCompletionsClient):  # type: ignore[misc]  # the library has no types for us
+    """The library's client, answered by a `Model`. One per rollout."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__(OpenAIFacade(model))
+        self._model = model
+        self.overlong: RolloutFailure | None = None
+        self.turns = 0
+
+    async def get_response(
+        self, prompt: Any, model: str, sampling_args: Any, tools: Any = None, **_: Any
+    ) -> Any:
+        messages, _ = await self.to_native_prompt(prompt)
+        native_tools = await self.to_native_tools(tools)
+        asked = self._model if model == self._model.name else sibling(self._model, name=model)
+        try:
+            reply = await asked.chat(
+                [_without_nulls(message) for message in messages],
+                tools=native_tools,
+                **turn_options(self._model, sampling_args or {}),
+            )
+        except RolloutFailure as failure:
+            # The library has a meaning for a prompt that no longer fits: the rollout ends, truncated.
+            if failure.kind == FailureKind.CONTEXT_LENGTH:
+                self.overlong = failure
+                raise vf.OverlongPromptError(failure.message) from failure
+            raise vf.ModelError(failure.message) from failure
+        self.turns += 1
+        return _response(reply, model)
+
+    async def close(self) -> None:
+        """Nothing to close: the connection is the server's."""
+
+
+class OpenAIFacade:
+    """As much of the OpenAI client as environments use that ask the policy by themselves."""
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        self.chat = self
+        self.completions = self
+
+    async def create(
+        self, *, messages: Any, model: str = "", tools: Any = None, extra_body: Any = None, **options: Any
+    ) -> Any:
+        """`client.chat.completions.create`."""
+        from openai.types.chat import ChatCompletion  # type: ignore[import-not-found]  # comes with verifiers
+
+        asked = self._model if model in ("", self._model.name) else sibling(self._model, name=model)
+        options["extra_body"] = extra_body
+        reply = await asked.chat(messages, tools=tools, **turn_options(self._model, options))
+        return ChatCompletion.model_validate(completion(reply, model=asked.name))
+
+
+class Rows:
+    """Rows of one of the library's datasets."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> Task:
+        row: Task = self._dataset[index]
+        return row
+
+
+class ClassicEnvironment(Environment):
+    """One environment of classic verifiers. `args` go to its `load_environment`."""
+
+    def __init__(self, name: str, args: Mapping[str, Any]) -> None:
+        self.name = name
+        handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            self._env = vf.load_environment(name, **args)
+        except (ValueError, RuntimeError) as error:
+            # The library wraps whatever happened; the cause says more.
+            raise EnvironmentLoadError(f"verifiers::{name}: {_one_line(error.__cause__ or error)}") from error
+        finally:
+            # Its environments install handlers that end the process; stopping is the server's affair.
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+        self._rubrics = list(rubrics_of(self._env.rubric))
+        watch(self._env.rubric, is_group=_is_group_reward)
+
+    @property
+    def group_scored(self) -> bool:
+        return any(rubric.has_group_rewards for rubric in self._rubrics)
+
+    def tasks(self, split: str) -> Tasks:
+        dataset = self._env.get_dataset if split == "train" else self._env.get_eval_dataset
+        try:
+            return Rows(dataset())
+        except ValueError as error:
+            raise EnvironmentLoadError(
+                f'verifiers::{self.name}: no tasks for split "{split}": {error}'
+            ) from error
+
+    async def rollout(self, task: Task, model: Model) -> Rollout:
+        client = PolicyClient(model)
+        state = await self._env.rollout(dict(task), client, model.name, self._sampling(model))
+        self._raise_failure(state, client)
+        if self.group_scored:
+            # Scored in `score_group`, which also fills in the metrics.
+            return self._handed_in(state, model, reward=0.0)
+        await self._score([state])
+        return self._handed_in(state, model, reward=state["reward"])
+
+    async def score_group(self, task: Task, rollouts: list[Rollout]) -> list[float]:
+        members = [rollout for rollout in rollouts if isinstance(rollout, ScoredLater)]
+        assert len(members) == len(rollouts)
+        await self._score([member.state for member in members], group=True)
+        for member in members:
+            member.metrics = _metrics(member.state)
+        return [member.state["reward"] for member in members]
+
+    async def close(self) -> None:
+        # What the library's own server calls; it has no public name.
+        await self._env._teardown()
+
+    def _sampling(self, model: Model) -> dict[str, Any]:
+        """What the environment's author set, where the configuration says nothing."""
+        return turn_options(model, self._env.sampling_args or {})
+
+    async def _score(self, states: list[Any], *, group: bool = False) -> None:
+        rubric = self._env.rubric
+        watch(rubric, is_group=_is_group_reward)
+        try:
+            with watching() as errors:
+                if not getattr(self._env, "score_rollouts", True):
+                    await rubric.dummy_score_group(states)
+                elif group:
+                    await rubric.score_group(states)
+                else:
+                    await rubric.score_rollout(states[0])
+        finally:
+            for state in states:
+                await rubric.cleanup(state)
+        _raise_reward_errors(errors)
+        for error in errors:
+            for state in states:
+                state["metrics"].pop(error.name, None)
+
+    def _raise_failure(self, state: Any, client: PolicyClient) -> None:
+        """A rollout that the library ended with an error, or before the policy said anything."""
+        error = state.get("error")
+        if error is not None:
+            raise _failure(error)
+        if client.turns:
+            return
+        if client.overlong is not None:
+            raise client.overlong
+        stopped = state.get("stop_condition") or "unknown"
+        timed_out = bool(state.get("timed_out")) or "timeout" in stopped
+        raise RolloutFailure(
+            "timed_out" if timed_out else "no_model_call",
+            f"verifiers::{self.name} ended before the policy was asked (stop condition: {stopped})",
+            retryable=timed_out,
+        )
+
+    def _handed_in(self, state: Any, model: Model, *, reward: float) -> Rollout:
+        rollout = model.rollout(
+            reward,
+            metrics=_metrics(state),
+            stop_reason=state.get("stop_condition"),
+            truncated=bool(state.get("is_truncated")) or None,
+        )
+        if not self.group_scored:
+            return rollout
+        values = {field.name: getattr(rollout, field.name) for field in fields(Rollout)}
+        return ScoredLater(**values, state=state)
+
+
+def _raise_reward_errors(errors: list[RewardError]) -> None:
+    """Fail for the first function that counts."""
+    for noted in errors:
+        if noted.weight:
+            raise RolloutFailure(
+                "reward_error",
+                f'reward function "{noted.name}" raised {_one_line(noted.error)}',
+                retryable=isinstance(noted.error, (OSError, *_RETRYABLE)),
+            ) from noted.error
+
+
+def _failure(error: Any) -> RolloutFailure:
+    """The library's error as ours: what the model raised comes back as it was, anything else keeps its type."""
+    cause = error
+    while isinstance(cause, BaseException):
+        if isinstance(cause, RolloutFailure):
+            return cause
+        cause = cause.__cause__
+    if not isinstance(error, BaseException):
+        return RolloutFailure("error", str(error), retryable=False)
+    message = _one_line(error)
+    if error.__cause__ is not None:
+        message += f" (caused by {_one_line(error.__cause__)})"
+    failure = RolloutFailure(
+        _snake_case(type(error).__name__), message, retryable=isinstance(error, _RETRYABLE)
+    )
+    failure.__cause__ = error
+    return failure
+
+
+def _response(reply: Reply, model: str) -> Any:
+    calls = [
+        ToolCall(
+            id=call.get("id") or f"call_{place}",
+            name=call["function"]["name"],
+            arguments=call["function"].get("arguments") or "{}",
+        )
+        for place, call in enumerate(reply.tool_calls)
+    ]
+    usage = reply.usage
+    return Response(
+        id="",
+        created=0,
+        model=model,
+        usage=Usage(
+            prompt_tokens=usage.prompt_tokens,
+            reasoning_tokens=0,
+            completion_tokens=usage.completion_tokens,
+            total_tokens=usage.prompt_tokens + usage.completion_tokens,
+        ),
+        message=ResponseMessage(
+            content=reply.text,
+            reasoning_content=reply.reasoning or None,
+            finish_reason=reply.finish_reason if reply.finish_reason in _FINISH_REASONS else None,
+            is_truncated=reply.truncated,
+            tool_calls=calls or None,
+        ),
+    )
+
+
+def _metrics(state: Any) -> dict[str, float]:
+    return {name: float(value) for name, value in (state.get("metrics") or {}).items() if value is not None}
+
+
+def _without_nulls(message: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in message.items() if value is not None}
+
+
+def _is_group_reward(function: Any) -> bool:
+    return bool(vf.Rubric(funcs=[function]).has_group_rewards)
+
+
+def _snake_case(name: str) -> str:
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".removesuffix(": ").split())

@@ -1,0 +1,62 @@
+"""How a rollout fails, and how an environment fails to load.
+
+A failure is data for the service: `kind` is what it counts by, `retryable` says whether another attempt
+may succeed. Messages name the endpoint or the environment, what happened and the remedy, and never hold a
+secret. An environment may raise `RolloutFailure` itself to say that a failure is worth another attempt;
+any other exception that leaves `Environment.rollout` is a failure of kind "error".
+"""
+
+from enum import StrEnum
+from functools import lru_cache
+from urllib.parse import urlsplit, urlunsplit
+
+
+class FailureKind(StrEnum):
+    """Failures that `Model` and its HTTP client raise."""
+
+    CONNECTION = "connection"
+    """The endpoint could not be reached or broke the connection."""
+    OVERLOADED = "overloaded"
+    """The endpoint kept answering 429 or 503."""
+    SERVER_ERROR = "server_error"
+    """The endpoint kept answering 5xx."""
+    BAD_REQUEST = "bad_request"
+    """The endpoint refused the request; asking again gives the same."""
+    CONTEXT_LENGTH = "context_length"
+    """The prompt does not fit the model's context."""
+    UNKNOWN_MODEL = "unknown_model"
+    """The endpoint does not serve the model, or not this path."""
+    UNAUTHORIZED = "unauthorized"
+    """The endpoint wants another API key."""
+    BAD_RESPONSE = "bad_response"
+    """The answer is not a chat completion."""
+    NO_TOKEN_IDS = "no_token_ids"  # noqa: S105  not a password
+    """A training endpoint returned no token ids, or not one log-probability per token."""
+    ABORTED = "aborted"
+    """The engine ended the request early, for new weights or because it stops."""
+    EMPTY_COMPLETION = "empty_completion"
+    """The policy sampled no token in the whole rollout."""
+
+
+class RolloutFailure(Exception):  # noqa: N818  an outcome that is counted, not a programming error
+    """A rollout that cannot be finished; ends as one failed rollout of this kind."""
+
+    def __init__(self, kind: str, message: str, *, retryable: bool) -> None:
+        super().__init__(message)
+        self.kind = str(kind)
+        self.message = message
+        self.retryable = retryable
+
+
+class EnvironmentLoadError(ValueError):
+    """An environment id that cannot be loaded; the message is one line for the user."""
+
+
+@lru_cache(maxsize=256)
+def shown_url(url: str) -> str:
+    """A URL as messages may show it: without credentials and query."""
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        return url.rpartition("@")[2].partition("?")[0]
+    return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))

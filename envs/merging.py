@@ -1,0 +1,63 @@
+"""Turns of a conversation become training sequences, by comparing token ids.
+
+While a turn's prompt extends the whole of the turn before it (prompt and completion), both belong to one
+sequence; where it does not (the template dropped or rewrote something, or another conversation began), a
+new sequence starts. Sampled tokens have mask 1 and their log-probability, all others mask 0 and 0.0, so
+every sampled token is trained on exactly once. Nothing is tokenised again. Pure and synchronous.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from envs.rollout import Float32s, Int32s, Sequence
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Turn:
+    """Token ids of one call: the prompt as the engine saw it, what it sampled, and the log-probabilities."""
+
+    prompt: Int32s
+    completion: Int32s
+    logprobs: Float32s
+
+    def __len__(self) -> int:
+        return len(self.prompt) + len(self.completion)
+
+
+def merge_turns(turns: Iterable[Turn]) -> list[Sequence]:
+    """The sequences of a rollout, in order. Sequences in which nothing was sampled are left out."""
+    sequences = []
+    run: list[Turn] = []
+    for turn in turns:
+        if run and not extends(turn, run[-1]):
+            sequences.append(run)
+            run = []
+        run.append(turn)
+    if run:
+        sequences.append(run)
+    return [_sequence(run) for run in sequences if any(len(turn.completion) for turn in run)]
+
+
+def extends(turn: Turn, previous: Turn) -> bool:
+    """Whether the turn's prompt starts with all tokens of the previous turn."""
+    middle, end = len(previous.prompt), len(previous)
+    return (
+        len(turn.prompt) >= end
+        and np.array_equal(turn.prompt[:middle], previous.prompt)
+        and np.array_equal(turn.prompt[middle:end], previous.completion)
+    )
+
+
+def _sequence(run: list[Turn]) -> Sequence:
+    """One sequence of turns that extend each other: the last turn holds every token of the earlier ones."""
+    last = run[-1]
+    tokens = np.concatenate((last.prompt, last.completion))
+    mask = np.zeros(len(tokens), np.uint8)
+    logprobs = np.zeros(len(tokens), np.float32)
+    for turn in run:
+        start, end = len(turn.prompt), len(turn)
+        mask[start:end] = 1
+        logprobs[start:end] = turn.logprobs
+    return Sequence(tokens=tokens, mask=mask, logprobs=logprobs)

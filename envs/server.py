@@ -1,0 +1,317 @@
+"""An env server: one process that hosts one environment behind a ROUTER socket.
+
+`python -m envs.server` reads its `ServerSpec` as one line of JSON from standard input (so that no secret is
+ever in an argument list) and serves until SIGTERM, or until standard input ends, which is how it notices
+that its parent has gone; on Linux the kernel kills it then in any case.
+The environment is made on the main thread before the event loop starts. Being bound is being alive, `setup`
+having returned is being ready. The server never ends on its own: what a rollout does is the rollout's
+outcome. Exit codes: 0 asked to stop, 3 could not start, 1 a bug or a rollout that could not be stopped.
+"""
+
+import asyncio
+import contextlib
+import os
+import resource
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import structlog
+import zmq
+
+from envs import wire
+from envs.curve import Gatekeeper, KeyPair, ServerKeys, off_loopback, secure_server
+from envs.drained import DrainedSocket
+from envs.environment import Environment
+from envs.errors import EnvironmentLoadError
+from envs.inference_client import InferenceClient
+from envs.lifeline import Lifeline
+from envs.loader import load_environment
+from envs.logs import LogFormat, configure_logging
+from envs.running import Runner
+from envs.sessions import ActiveRun, Sessions
+from envs.watchdog import LoopWatchdog
+
+log = structlog.get_logger()
+
+EXIT_STARTUP = 3
+EXIT_STUCK = 1
+_BEAT_S = 1.0
+_STOP_RUNS_S = 5.0
+_CLOSE_ENVIRONMENT_S = 5.0
+_LINGER_MS = 1000
+
+
+class ServerStartError(Exception):
+    """The server cannot start; the message is one line for the user."""
+
+
+class ServerSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything a server is told: `name` is its own, `env` the environment's. `splits` are loaded before it is ready."""
+
+    name: str
+    id: str
+    bind: str
+    env: str = ""
+    args: dict[str, Any] = {}
+    splits: list[str] = []
+    capacity: int = 256
+    insecure: bool = False
+    curve_secret: str = ""
+    curve_public: str = ""
+    curve_clients: list[str] = []
+    key_variables: list[str] = []
+    log_level: str = "info"
+    log_format: LogFormat = "json"
+    parent_pid: int = 0
+
+    @property
+    def keys(self) -> ServerKeys | None:
+        if not self.curve_secret:
+            return None
+        return ServerKeys(KeyPair(self.curve_public, self.curve_secret), tuple(self.curve_clients))
+
+
+class EnvServer:
+    """Serves one environment from `serve` until `stop`."""
+
+    def __init__(
+        self, spec: ServerSpec, environment: Environment, *, context: zmq.Context[zmq.Socket[bytes]]
+    ) -> None:
+        self._spec = spec
+        self._environment = environment
+        self._context = context
+        self._stopping = asyncio.Event()
+        self._socket: DrainedSocket | None = None
+        self._runs: asyncio.TaskGroup | None = None
+        self._active: set[asyncio.Task[None]] = set()
+        self._runner: Runner | None = None
+        self._sessions = Sessions(
+            env=spec.id,
+            capacity=spec.capacity,
+            send=self._send,
+            start=self._start,
+            key_variables=spec.key_variables,
+        )
+        self._watchdog = LoopWatchdog(running=self._sessions.running)
+        self._lag_s = 0.0
+        self.address = ""
+        self.load_failed = False
+
+    def stop(self) -> None:
+        """Ask the server to end; returns at once."""
+        self._stopping.set()
+
+    async def serve(self) -> None:
+        """Bind, load, serve, and on `stop` end everything in reverse, each step within its bound."""
+        gatekeeper = self._bind()
+        try:
+            async with InferenceClient(limit=self._spec.capacity) as client, asyncio.TaskGroup() as tasks:
+                self._runs = tasks
+                self._watchdog.start()
+                loading = tasks.create_task(self._load(client), name="load")
+                beating = tasks.create_task(self._beat(), name="beat")
+                await self._stopping.wait()
+                loading.cancel()
+                beating.cancel()
+                stuck = await self._stop_runs()
+                await self._close_environment()
+                if stuck:
+                    # A task that ignores cancellation would keep this process for ever.
+                    log.error("server.stuck", exit_code=EXIT_STUCK)
+                    sys.stderr.flush()
+                    os._exit(EXIT_STUCK)
+        finally:
+            self._watchdog.stop()
+            if self._socket is not None:
+                self._socket.close(linger_ms=_LINGER_MS)
+            if gatekeeper is not None:
+                gatekeeper.stop()
+
+    def _bind(self) -> Gatekeeper | None:
+        spec, keys = self._spec, self._spec.keys
+        if off_loopback(spec.bind) and keys is None and not spec.insecure:
+            raise ServerStartError(
+                f"{spec.bind} can be reached by other machines and there are no CURVE keys; "
+                "make some with `orchestrator env keygen`, or allow it with insecure = true"
+            )
+        gatekeeper = Gatekeeper(self._context, keys.clients) if keys is not None else None
+        socket = self._context.socket(zmq.ROUTER)
+        try:
+            socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_REQUEST_BYTES)
+            # Sending to a connection that is gone is an error instead of a silent drop.
+            socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+            socket.setsockopt(zmq.SNDHWM, 2 * spec.capacity + 1000)
+            socket.setsockopt(zmq.RCVHWM, 2 * spec.capacity + 1000)
+            socket.setsockopt(zmq.IPV6, int("[" in spec.bind))
+            if keys is not None:
+                secure_server(socket, keys)
+            socket.bind(spec.bind)
+        except zmq.ZMQError as error:
+            socket.close(linger=0)
+            if gatekeeper is not None:
+                gatekeeper.stop()
+            raise ServerStartError(f"cannot bind {spec.bind}: {error}") from None
+        self.address = socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._socket = DrainedSocket(socket, self._on_frames, loop=asyncio.get_running_loop())
+        log.info("server.listening", address=self.address)
+        return gatekeeper
+
+    async def _load(self, client: InferenceClient) -> None:
+        runner = Runner(self._environment, client=client, env=self._spec.env or self._spec.id)
+        try:
+            await self._environment.setup()
+            counts = {split: runner.tasks_in(split) for split in self._spec.splits}
+        # The environment's own code, which may raise anything; its traceback belongs into the log.
+        except Exception as error:
+            log.exception("server.start_failed", why=f'environment "{self._spec.id}" did not load: {error!r}')
+            self.load_failed = True
+            self.stop()
+            return
+        self._runner = runner
+        self._sessions.loaded(count_tasks=runner.tasks_in, group_scored=runner.group_scored)
+        log.info("server.ready", tasks=counts, group_scored=runner.group_scored)
+
+    async def _beat(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(_BEAT_S)
+            self._lag_s = self._watchdog.take_lag_s()
+            self._sessions.beat(now=loop.time(), stats=self._stats())
+
+    async def _stop_runs(self) -> bool:
+        """Cancel what runs and wait until it is answered; whether something clings on nevertheless."""
+        self._sessions.stop()
+        if not self._active:
+            return False
+        _, stuck = await asyncio.wait(self._active, timeout=_STOP_RUNS_S)
+        for task in stuck:
+            log.warning("run.stuck", run=task.get_name(), why="the environment ignores cancellation")
+        return bool(stuck)
+
+    async def _close_environment(self) -> None:
+        try:
+            async with asyncio.timeout(_CLOSE_ENVIRONMENT_S):
+                await self._environment.close()
+        # The environment's own code: whatever it raises must not keep the server from ending.
+        except Exception:
+            log.exception("environment.close_failed")
+
+    def _stats(self) -> wire.ServerStats:
+        return self._sessions.stats(loop_lag_s=self._lag_s, rss_bytes=_resident_bytes())
+
+    def _on_frames(self, frames: list[bytes]) -> None:
+        now = asyncio.get_running_loop().time()
+        self._sessions.on_message(frames[0], frames[1:], now=now, stats=self._stats)
+
+    def _send(self, route: bytes, frames: list[bytes]) -> bool:
+        """Whether the message could be queued; not when the connection is gone or its queue full."""
+        if self._socket is None or self._socket.closed:
+            return False
+        try:
+            self._socket.send([route, *frames])
+        except zmq.ZMQError as error:
+            if error.errno in (zmq.EAGAIN, zmq.EHOSTUNREACH):
+                return False
+            raise
+        return True
+
+    def _start(self, active: ActiveRun) -> None:
+        assert self._runs is not None
+        task = self._runs.create_task(self._run(active), name=active.name)
+        active.cancel = task.cancel
+        self._active.add(task)
+        task.add_done_callback(self._active.discard)
+
+    async def _run(self, active: ActiveRun) -> None:
+        assert self._runner is not None
+        frames: list[bytes] = []
+        try:
+            frames = await self._runner.answer(active.run, active.session.settings)
+        except asyncio.CancelledError:
+            if not active.reason:
+                raise
+        finally:
+            # A result has array frames behind its header; a failure has not.
+            self._sessions.on_done(active, frames, failed=len(frames) == 1)
+
+
+def _resident_bytes() -> int:
+    """Memory of this process; its peak where the present one cannot be read."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    except OSError:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return pages * resource.getpagesize()
+
+
+def run_server(spec: ServerSpec, *, on_start: Callable[[EnvServer], None] = lambda server: None) -> int:
+    """Load the environment, serve it until told to stop, and return the exit code. Needs the main thread."""
+    try:
+        environment = load_environment(spec.id, spec.args)
+    except EnvironmentLoadError as error:
+        log.error("server.start_failed", why=str(error))
+        return EXIT_STARTUP
+    # The environment's own code, which may raise anything; its traceback belongs into the log.
+    except Exception:
+        log.exception("server.start_failed", why=f'the constructor of environment "{spec.id}" raised')
+        return EXIT_STARTUP
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        return runner.run(_serve(spec, environment, on_start))
+
+
+async def _serve(spec: ServerSpec, environment: Environment, on_start: Callable[[EnvServer], None]) -> int:
+    loop = asyncio.get_running_loop()
+    with zmq.Context() as context:
+        server = EnvServer(spec, environment, context=context)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, server.stop)
+        on_start(server)
+        try:
+            await server.serve()
+        except ServerStartError as error:
+            log.error("server.start_failed", why=str(error))
+            return EXIT_STARTUP
+    log.info("server.stopped")
+    return EXIT_STARTUP if server.load_failed else 0
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """uvloop where the interpreter has it."""
+    with contextlib.suppress(ImportError):
+        import uvloop
+
+        factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
+        return factory
+    return None
+
+
+def main() -> int:
+    """Entry point of a spawned server."""
+    lifeline = Lifeline()
+    line = lifeline.read_line()
+    if not line:
+        return EXIT_STARTUP
+    spec = msgspec.json.decode(line, type=ServerSpec)
+    if not lifeline.die_with(spec.parent_pid):
+        return EXIT_STARTUP
+    lifeline.start_keeper()
+    configure_logging(spec.log_level, spec.log_format, server=spec.name)
+
+    def watch_parent(server: EnvServer) -> None:
+        loop = asyncio.get_running_loop()
+
+        def stop() -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed already: the server has ended
+                loop.call_soon_threadsafe(server.stop)
+
+        lifeline.watch(stop, kill_after_s=_STOP_RUNS_S + _CLOSE_ENVIRONMENT_S + 2.0)
+
+    return run_server(spec, on_start=watch_parent)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,311 @@
+"""The clients of a server: handshakes, leases, and which run belongs to whom.
+
+Takes messages in and says what to send and what to start through two callbacks; does no I/O and has no
+clock of its own. Invariants: a run that was accepted is answered exactly once, unless its client has gone;
+a client that says nothing for the length of its lease, leaves, or says hello on another connection has its
+runs cancelled; no client has more rollouts in flight than the capacity that it was told, and the number of
+clients is bounded.
+"""
+
+import os
+import socket
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
+
+import structlog
+
+from envs import wire
+from envs.errors import EnvironmentLoadError
+from envs.loader import parse_id
+from envs.model import ModelSettings
+
+log = structlog.get_logger()
+
+MAX_CLIENTS = 64
+MAX_LEASE_S = 600.0
+
+
+@dataclass(slots=True, eq=False)
+class ActiveRun:
+    """A run under way. `reason` is why it was cancelled; `cancel` stops it."""
+
+    run: wire.Run
+    session: "Session"
+    cancel: Callable[[], object] = lambda: None
+    reason: str = ""
+
+    @property
+    def name(self) -> str:
+        return (
+            f"{self.session.hello.client} {self.run.kind} {self.run.id} of {self.run.split}/{self.run.index}"
+        )
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """One client on one connection."""
+
+    route: bytes
+    hello: wire.Hello
+    settings: ModelSettings
+    expires: float
+    runs: dict[int, ActiveRun] = field(default_factory=dict)
+    inflight: int = 0
+    draining: bool = False
+    closed: bool = False
+
+
+class Sessions:
+    """All clients of one server. Times are seconds of the caller's clock."""
+
+    def __init__(
+        self,
+        *,
+        env: str,
+        capacity: int,
+        send: Callable[[bytes, list[bytes]], bool],
+        start: Callable[[ActiveRun], None],
+        key_variables: Collection[str] = (),
+    ) -> None:
+        self._env = env
+        self._capacity = capacity
+        self._send = send
+        self._start = start
+        self._key_variables = frozenset(key_variables)
+        self._sessions: dict[bytes, Session] = {}
+        self._count_tasks: Callable[[str], int | None] | None = None
+        self._group_scored = False
+        self.done = 0
+        self.failed = 0
+        self.malformed = 0
+
+    @property
+    def inflight(self) -> int:
+        """Rollouts in flight."""
+        return sum(session.inflight for session in self._sessions.values())
+
+    def running(self) -> list[str]:
+        """Names of the runs under way; safe to call from the watchdog's thread."""
+        return [
+            active.name for session in list(self._sessions.values()) for active in list(session.runs.values())
+        ]
+
+    def stats(self, *, loop_lag_s: float, rss_bytes: int) -> wire.ServerStats:
+        """How the server is doing."""
+        return wire.ServerStats(self.inflight, self.done, self.failed, self.malformed, loop_lag_s, rss_bytes)
+
+    def loaded(self, *, count_tasks: Callable[[str], int | None], group_scored: bool) -> None:
+        """The environment can be used: tell everyone who waits."""
+        self._count_tasks = count_tasks
+        self._group_scored = group_scored
+        for session in list(self._sessions.values()):
+            self._say_ready(session)
+
+    def on_message(
+        self, route: bytes, frames: list[bytes], *, now: float, stats: Callable[[], wire.ServerStats]
+    ) -> None:
+        """Act on a message from the connection `route`."""
+        try:
+            message = wire.decode_to_server(frames)
+        except wire.WireError as error:
+            self._on_malformed(route, error)
+            return
+        if isinstance(message, wire.Hello):
+            self._on_hello(route, message, now)
+            return
+        session = self._sessions.get(route)
+        if session is None:
+            # Its lease ended, or it spoke to a server that was here before; a goodbye needs no answer.
+            if not isinstance(message, wire.Bye):
+                self._send(route, [wire.encode(wire.Expired())])
+            return
+        session.expires = now + min(session.hello.lease_s, MAX_LEASE_S)
+        if isinstance(message, wire.Run):
+            self._on_run(session, message)
+        elif isinstance(message, wire.Cancel):
+            active = session.runs.get(message.id)
+            if active is not None:
+                _stop(active, "cancelled")
+        elif isinstance(message, wire.Ping):
+            self._send(route, [wire.encode(wire.Pong(message.sent, stats()))])
+        elif isinstance(message, wire.Drain):
+            session.draining = True
+            self._say_drained(session)
+        else:
+            self.end(session, "the client left")
+
+    def on_done(self, active: ActiveRun, frames: list[bytes], *, failed: bool) -> None:
+        """A run ended; its answer leaves unless the client has gone."""
+        session = active.session
+        del session.runs[active.run.id]
+        session.inflight -= active.run.count
+        if session.closed:
+            return
+        self.done += 1
+        if active.reason:
+            frames, failed = [wire.encode(_cancelled(active))], True
+        self.failed += failed
+        if not self._send(session.route, frames):
+            self.end(session, "the client does not take its results")
+            return
+        self._say_drained(session)
+
+    def beat(self, *, now: float, stats: wire.ServerStats) -> None:
+        """Every second: end expired leases, and let every client see that the server is alive."""
+        pong = [wire.encode(wire.Pong(0.0, stats))]
+        for session in list(self._sessions.values()):
+            if now >= session.expires:
+                self.end(session, f"nothing heard for {min(session.hello.lease_s, MAX_LEASE_S):g} s")
+            elif not self._send(session.route, pong):
+                self.end(session, "the connection is closed")
+
+    def end(self, session: Session, why: str) -> None:
+        """Forget a client and cancel what runs for it."""
+        if self._sessions.get(session.route) is session:
+            del self._sessions[session.route]
+        session.closed = True
+        level = log.warning if session.runs else log.info
+        level("client.left", client=session.hello.client, why=why, cancelled_runs=len(session.runs))
+        _stop_all(session.runs.values(), "client_gone")
+
+    def stop(self) -> None:
+        """The server ends: cancel everything; every run is still answered."""
+        for session in self._sessions.values():
+            session.draining = True
+            _stop_all(session.runs.values(), "server_stopping")
+
+    def _on_malformed(self, route: bytes, error: wire.WireError) -> None:
+        self.malformed += 1
+        if self.malformed <= 20 or self.malformed % 1000 == 0:
+            log.warning("frame.malformed", why=str(error)[:500], count=self.malformed)
+        if error.protocol is not None and error.protocol != wire.PROTOCOL:
+            self._refuse(route, _other_protocol("a client", error.protocol))
+        elif error.run_id is not None and route in self._sessions:
+            failure = wire.Failure(error.run_id, "malformed_request", str(error)[:500], retryable=False)
+            self._send(route, [wire.encode(failure)])
+
+    def _on_hello(self, route: bytes, hello: wire.Hello, now: float) -> None:
+        known = self._sessions.get(route)
+        if known is not None and known.hello != hello:
+            self.end(known, "it said another hello")
+            known = None
+        if known is None:
+            reason, key = self._objection(hello)
+            if reason:
+                self._refuse(route, reason)
+                return
+            for other in [s for s in self._sessions.values() if s.hello.client == hello.client]:
+                self.end(other, "it came back on another connection")
+            settings = ModelSettings(hello.model, hello.sampling, hello.system_prompt, key, hello.train)
+            known = self._sessions[route] = Session(route, hello, settings, 0.0)
+            log.info("client.welcomed", client=hello.client)
+        known.expires = now + min(hello.lease_s, MAX_LEASE_S)
+        self._send(
+            route, [wire.encode(wire.Welcome(wire.PROTOCOL, self._env, os.getpid(), socket.gethostname()))]
+        )
+        self._say_ready(known)
+
+    def _objection(self, hello: wire.Hello) -> tuple[str, str | None]:
+        """Why a client cannot be served (or nothing), and the API key it asked to use."""
+        key = None
+        if hello.protocol != wire.PROTOCOL:
+            return _other_protocol(hello.client, hello.protocol), None
+        if canonical_id(hello.env) != canonical_id(self._env):
+            return (
+                f'client {hello.client} asks for environment "{hello.env}", this server has "{self._env}"',
+                None,
+            )
+        if len(self._sessions) >= MAX_CLIENTS:
+            return f"this server has {MAX_CLIENTS} clients already", None
+        if hello.api_key_env:
+            if hello.api_key_env not in self._key_variables:
+                # A client must not be able to have any variable of this host sent to a URL of its choice.
+                return f"this server was not allowed to use the API key in {hello.api_key_env}", None
+            key = os.environ.get(hello.api_key_env)
+            if key is None:
+                return f"{hello.api_key_env} is not set where this server runs", None
+        try:
+            ModelSettings(hello.model, hello.sampling, hello.system_prompt, None, hello.train)
+        except ValueError as error:
+            return str(error), None
+        return "", key
+
+    def _refuse(self, route: bytes, reason: str) -> None:
+        log.warning("client.refused", reason=reason)
+        self._send(route, [wire.encode(wire.Refused(wire.PROTOCOL, reason))])
+
+    def _say_ready(self, session: Session) -> None:
+        if self._count_tasks is None:
+            return
+        tasks: dict[str, int | None] = {}
+        for split in session.hello.splits:
+            try:
+                tasks[split] = self._count_tasks(split)
+            # The environment's own code: whatever it raises for a split is a reason to refuse the client.
+            except Exception as error:
+                log.exception("split.failed", split=split)
+                self._refuse(
+                    session.route, f'environment "{self._env}" has no split "{split}": {error!r}'[:2000]
+                )
+                self.end(session, "it asked for a split that there is not")
+                return
+        ready = wire.Ready(self._env, tasks, self._group_scored, self._capacity)
+        self._send(session.route, [wire.encode(ready)])
+
+    def _say_drained(self, session: Session) -> None:
+        if session.draining and not session.runs:
+            self._send(session.route, [wire.encode(wire.Drained())])
+
+    def _on_run(self, session: Session, run: wire.Run) -> None:
+        refusal = ""
+        if run.id in session.runs:
+            self.malformed += 1
+            return
+        if self._count_tasks is None:
+            refusal = "the environment is still loading"
+        elif session.draining:
+            refusal = "the server is draining"
+        elif session.inflight and session.inflight + run.count > self._capacity:
+            refusal = f"{session.inflight} of {self._capacity} rollouts are in flight already"
+        if refusal:
+            failure = wire.Failure(run.id, "not_accepted", refusal, retryable=True)
+            self._send(session.route, [wire.encode(failure)])
+            return
+        active = session.runs[run.id] = ActiveRun(run, session)
+        session.inflight += run.count
+        self._start(active)
+
+
+def canonical_id(env: str) -> str:
+    """An environment's id without the split, spelt in full; what is no id stays as it is."""
+    try:
+        identity = parse_id(env)
+    except EnvironmentLoadError:
+        return env
+    return f"{identity.loader}::{identity.name}" if identity.loader else identity.name
+
+
+def _stop(active: ActiveRun, reason: str) -> None:
+    """Cancel once: a second cancellation would hit the clean-up of the first."""
+    if not active.reason:
+        active.reason = reason
+        active.cancel()
+
+
+def _stop_all(runs: Iterable[ActiveRun], reason: str) -> None:
+    for active in list(runs):
+        _stop(active, reason)
+
+
+def _cancelled(active: ActiveRun) -> wire.Failure:
+    message = {"cancelled": "cancelled by the client", "server_stopping": "the server is stopping"}
+    return wire.Failure(
+        active.run.id,
+        active.reason,
+        message.get(active.reason, active.reason),
+        retryable=active.reason == "server_stopping",
+    )
+
+
+def _other_protocol(client: str, protocol: int) -> str:
+    return f"{client} speaks protocol {protocol}, this server speaks {wire.PROTOCOL}; use the same release on both sides"

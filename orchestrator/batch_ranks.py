@@ -1,0 +1,109 @@
+"""The trainer's ranks: who is connected as which, and who may not.
+
+A rank has one connection, the newest. A process whose rank was taken over is told so and is not let in again, or two
+processes would take the rank from each other for ever. No I/O: what is to be sent goes through `send`.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import structlog
+
+from orchestrator.trainer_protocol import PROTOCOL, Join, Refused, ToTrainer
+
+log = structlog.get_logger("trainer")
+
+_REMEMBERED_CLIENTS = 1024
+
+
+@dataclass(slots=True)
+class Rank:
+    """A connected rank.
+
+    `waiting` is the id of its request for the batch behind the last one, `told` whether it knows that the run is over.
+    """
+
+    number: int
+    peer: bytes
+    client: str
+    host: str
+    pid: int
+    waiting: int | None = None
+    told: bool = False
+
+
+class Ranks:
+    """The ranks that are connected."""
+
+    def __init__(self, world_size: int, send: Callable[[bytes, ToTrainer], None]) -> None:
+        self._world_size = world_size
+        self._send = send
+        self._ranks: dict[int, Rank] = {}
+        self._peers: dict[bytes, Rank] = {}
+        self._replaced: OrderedDict[str, None] = OrderedDict()
+
+    def __iter__(self) -> Iterator[Rank]:
+        return iter(sorted(self._ranks.values(), key=lambda rank: rank.number))
+
+    def __len__(self) -> int:
+        return len(self._ranks)
+
+    def by_peer(self, peer: bytes) -> Rank | None:
+        """The rank of a connection; None for one that has not joined or was replaced."""
+        return self._peers.get(peer)
+
+    def join(self, peer: bytes, join: Join) -> Rank | None:
+        """Let a rank in, in place of an older process if need be; None when it was refused."""
+        reason = self._refusal(join)
+        if reason:
+            log.warning("trainer.refused", rank=join.rank, host=join.host, pid=join.pid, reason=reason)
+            self._send(peer, Refused(reason))
+            return None
+        old = self._ranks.pop(join.rank, None)
+        if old is not None:
+            del self._peers[old.peer]
+        rank = Rank(join.rank, peer, join.client, join.host, join.pid)
+        self._ranks[join.rank] = self._peers[peer] = rank
+        if old is not None and old.client != join.client:
+            self._replace(old, join)
+        elif old is None:
+            facts = {"rank": join.rank, "world_size": join.world_size, "host": join.host, "pid": join.pid}
+            log.info("trainer.joined", **facts, connected=len(self._ranks))
+        return rank
+
+    def leave(self, rank: Rank) -> None:
+        """A rank closes its connection in good order."""
+        self._remove(rank)
+        log.info("trainer.left", rank=rank.number, connected=len(self._ranks))
+
+    def lose(self, peer: bytes) -> None:
+        """A connection is gone; harmless when it is no rank's."""
+        rank = self._peers.get(peer)
+        if rank is not None:
+            self._remove(rank)
+            log.warning("trainer.rank_lost", rank=rank.number, host=rank.host, pid=rank.pid)
+
+    def _remove(self, rank: Rank) -> None:
+        del self._peers[rank.peer], self._ranks[rank.number]
+
+    def _refusal(self, join: Join) -> str:
+        if join.protocol != PROTOCOL:
+            return f"the trainer speaks protocol {join.protocol}, this orchestrator {PROTOCOL}; install one version on both sides"
+        if join.world_size != self._world_size or not 0 <= join.rank < self._world_size:
+            return (
+                f"the trainer joined as rank {join.rank} of world size {join.world_size}, the orchestrator is configured "
+                f"for world size {self._world_size} (trainer.world_size)"
+            )
+        if join.client in self._replaced:
+            return f"a newer process has joined as rank {join.rank}"
+        return ""
+
+    def _replace(self, old: Rank, join: Join) -> None:
+        self._replaced[old.client] = None
+        while len(self._replaced) > _REMEMBERED_CLIENTS:
+            self._replaced.popitem(last=False)
+        processes = {"old": f"{old.host}:{old.pid}", "new": f"{join.host}:{join.pid}"}
+        log.warning("trainer.rank_replaced", rank=join.rank, **processes)
+        reason = f"a newer process has joined as rank {join.rank} (pid {join.pid} on {join.host})"
+        self._send(old.peer, Refused(reason))

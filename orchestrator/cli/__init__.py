@@ -1,0 +1,40 @@
+"""The command line: parses, runs a command, and turns an error into one line and an exit code.
+
+A user's mistake prints one line on standard error, never a traceback; a traceback means a bug of ours.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from orchestrator import __version__
+from orchestrator.errors import OrchestratorError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    parser = build_parser()
+    arguments, rest = parser.parse_known_args(argv)
+    if rest and not getattr(arguments, "takes_overrides", False):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    arguments.overrides = rest
+    try:
+        return int(arguments.run(arguments))
+    except OrchestratorError as error:
+        print(f"orchestrator: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser with every command."""
+    # Imported here, so that importing the package for its entry point stays cheap.
+    from orchestrator.cli import env, run, simulate, status
+
+    parser = argparse.ArgumentParser(prog="orchestrator", description="Rollout orchestrator for reinforcement learning.")
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for module in (run, env, simulate, status):
+        module.register(commands)
+    return parser

@@ -1,0 +1,139 @@
+"""`orchestrator run`, `check` and `eval`: everything that starts from a configuration file."""
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from orchestrator.config import Config, find_warnings, load_config
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from orchestrator.service import Service
+
+    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+
+OVERRIDES = "Any setting can be overridden: --batch.size 64, --train.env.math.ratio 0.5"
+
+
+def register(commands: "Commands") -> None:
+    """Add the commands."""
+    run = _add(commands, "run", "run until the steps are done; the same command again continues a run", run_command)
+    run.add_argument("--fresh", action="store_true", help="start over: an existing journal is moved aside")
+    _add(commands, "check", "validate a configuration and say what would be started", check_command)
+    evaluate = _add(commands, "eval", "run the evaluations alone, against the configured inference servers", eval_command)
+    evaluate.add_argument("--json", action="store_true", help="print the results as JSON lines")
+
+
+def _add(commands: "Commands", name: str, text: str, function: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
+    parser = commands.add_parser(name, help=text, description=text, epilog=OVERRIDES)
+    parser.add_argument("config", type=Path, metavar="CONFIG")
+    parser.set_defaults(run=function, takes_overrides=True)
+    return parser
+
+
+def check_command(arguments: argparse.Namespace) -> int:
+    """Print the resolved configuration and what would be started."""
+    from orchestrator.blueprint import describe_start
+
+    config = load_config(arguments.config, arguments.overrides)
+    print(json.dumps(config.model_dump(mode="json"), indent=2))
+    print("\nwould start:")
+    for line in describe_start(config):
+        print(f"  {line}")
+    for path, warning in find_warnings(config.model_dump()):
+        print(f"warning: {path}: {warning}", file=sys.stderr)
+    return 0
+
+
+def run_command(arguments: argparse.Namespace) -> int:
+    """Run the service."""
+    config = load_config(arguments.config, arguments.overrides)
+    return run_loop(lambda: _run(config, fresh=arguments.fresh))
+
+
+def eval_command(arguments: argparse.Namespace) -> int:
+    """Run the evaluations alone."""
+    from orchestrator.evaluate import evaluate
+
+    config = load_config(arguments.config, arguments.overrides)
+    return run_loop(lambda: evaluate(config, as_json=arguments.json))
+
+
+def run_loop(main: Callable[[], Any]) -> int:
+    """Run a coroutine function on uvloop."""
+    import uvloop
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return int(runner.run(main()))
+
+
+async def _run(config: Config, *, fresh: bool) -> int:
+    import structlog
+
+    from envs.logs import configure_logging
+    from orchestrator.progress import print_summary, show_progress
+    from orchestrator.service import start_service
+
+    console, display = _console(config)
+    if display:
+        log_path = config.run_dir / "logs" / "orchestrator.log"
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        stream = log_path.open("a", encoding="utf-8", buffering=1)
+        configure_logging(config.log.level, "json", stream=stream)
+        console.print(f"starting {config.run_dir} (log: {log_path})", soft_wrap=True)
+    else:
+        configure_logging(config.log.level, config.log.format)
+    log = structlog.get_logger()
+    for path, warning in find_warnings(config.model_dump()):
+        log.warning("config.warning", path=path, warning=warning)
+    signals = Signals()
+    async with start_service(config, fresh=fresh) as service:
+        signals.attach(service)
+        beside = [show_progress(service.run.status, console)] if display else []
+        end = await service.serve(*beside)
+        summary = await service.finish(end)
+    print_summary(summary, console)
+    return signals.exit_code
+
+
+def _console(config: Config) -> "tuple[Console, bool]":
+    from rich.console import Console
+
+    console = Console()
+    display = config.log.progress == "on" or (config.log.progress == "auto" and console.is_terminal)
+    return console, display
+
+
+class Signals:
+    """First SIGINT or SIGTERM: drain and save. Second: end at once; child processes die with this one."""
+
+    def __init__(self) -> None:
+        self.exit_code = 0
+        self._service: Service | None = None
+        self._task = asyncio.current_task()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._received, number)
+
+    def attach(self, service: "Service") -> None:
+        """From now on a signal stops the service gracefully; before, it ended the start."""
+        self._service = service
+        if self.exit_code:
+            service.stop.set()
+
+    def _received(self, number: int) -> None:
+        if self.exit_code:
+            os._exit(128 + number)
+        self.exit_code = 128 + number
+        print(f"\n{signal.Signals(number).name}: finishing what runs and saving; once more to end at once", file=sys.stderr)
+        if self._service is not None:
+            self._service.stop.set()
+        elif self._task is not None:
+            self._task.cancel()

@@ -1,0 +1,71 @@
+"""`orchestrator status`: what a running service is doing and why it waits, read from its HTTP side."""
+
+import argparse
+import json
+import os
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from orchestrator.errors import ConfigError, OrchestratorError
+
+if TYPE_CHECKING:
+    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+
+
+def register(commands: "Commands") -> None:
+    """Add the command."""
+    parser = commands.add_parser("status", help="show what a running service is doing", description=__doc__)
+    parser.add_argument("run_dir", type=Path, nargs="?", help="run directory of the service")
+    parser.add_argument("--url", help="address of the service's HTTP side, instead of a run directory")
+    parser.add_argument("--token-env", help="name of the environment variable that holds the bearer token")
+    parser.add_argument("--json", action="store_true", help="print the raw status")
+    parser.set_defaults(run=status_command)
+
+
+def status_command(arguments: argparse.Namespace) -> int:
+    """Fetch and print."""
+    import msgspec
+    from rich.console import Console
+
+    from orchestrator.facts import Status
+    from orchestrator.progress import render
+
+    url = arguments.url or _address_of(arguments.run_dir)
+    body = _fetch(f"{url.rstrip('/')}/api/status", arguments.token_env)
+    if arguments.json:
+        print(body.decode())
+        return 0
+    status = msgspec.json.decode(body, type=Status)
+    console = Console()
+    console.print(render(status))
+    console.print(f"state: {status.state}; batch: {status.buffer}")
+    return 0
+
+
+def _address_of(run_dir: Path | None) -> str:
+    if run_dir is None:
+        raise ConfigError("status needs a run directory or --url")
+    path = run_dir / "addresses.json"
+    try:
+        address = json.loads(path.read_text(encoding="utf-8"))["http"]
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: there is no such file; is {run_dir} the directory of a run?") from None
+    if address is None:
+        raise ConfigError(f"{run_dir}: this run does not serve HTTP (http.enabled = false)")
+    return str(address)
+
+
+def _fetch(url: str, token_env: str | None) -> bytes:
+    headers = {}
+    if token_env:
+        headers["Authorization"] = f"Bearer {os.environ.get(token_env, '')}"
+    request = urllib.request.Request(url, headers=headers)  # noqa: S310  the user names the address
+    try:
+        with urllib.request.urlopen(request, timeout=10) as reply:  # noqa: S310  same
+            return bytes(reply.read())
+    except urllib.error.HTTPError as error:
+        raise OrchestratorError(f"{url}: {error.code} {error.reason}") from None
+    except (urllib.error.URLError, OSError) as error:
+        raise OrchestratorError(f"{url}: nothing answers ({error}); is the service running?") from None

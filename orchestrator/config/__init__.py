@@ -1,0 +1,226 @@
+"""Configuration: a TOML file, environment variables and command-line overrides, validated as a whole.
+
+The command line wins over environment variables (`ORCHESTRATOR__BATCH__SIZE=64`), which win over the file.
+`load_config` either returns a `Config` that can be run or raises one `ConfigError` that lists every problem
+with its TOML path.
+"""
+
+import difflib
+import os
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, Field, ValidationError
+from pydantic_core import ErrorDetails
+from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
+
+from orchestrator.config.checks import Problem, find_problems, find_warnings
+from orchestrator.config.sections import (
+    BatchConfig,
+    DispatchConfig,
+    EvalConfig,
+    HttpConfig,
+    InferenceConfig,
+    JournalConfig,
+    LocalConfig,
+    LogConfig,
+    MixConfig,
+    ModelConfig,
+    StalenessConfig,
+    TrainConfig,
+    TrainerConfig,
+)
+from orchestrator.errors import ConfigError
+
+ENV_PREFIX = "ORCHESTRATOR__"
+
+__all__ = ["Config", "find_warnings", "load_config"]
+
+
+class Config(BaseSettings):
+    """A whole configuration file."""
+
+    model_config = SettingsConfigDict(
+        extra="forbid",
+        frozen=True,
+        env_prefix=ENV_PREFIX,
+        env_nested_delimiter="__",
+        use_attribute_docstrings=True,
+    )
+
+    run_dir: Path = Path("runs/default")
+    """Directory for all that the run writes; the same directory again continues the run."""
+    seed: int = 0
+    """Seed of every random choice of the orchestrator."""
+    max_steps: Annotated[int, Field(ge=1)] | None = None
+    """Batches after which the run is done; unset: until the trainer says so."""
+    model: ModelConfig = ModelConfig()
+    inference: InferenceConfig = InferenceConfig()
+    local: LocalConfig | None = None
+    mix: MixConfig = MixConfig()
+    batch: BatchConfig = BatchConfig()
+    train: TrainConfig
+    eval: EvalConfig = EvalConfig()
+    dispatch: DispatchConfig = DispatchConfig()
+    staleness: StalenessConfig = StalenessConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    journal: JournalConfig = JournalConfig()
+    http: HttpConfig = HttpConfig()
+    log: LogConfig = LogConfig()
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Only what `load_config` has merged: it needs the merged data for checks that cross sections."""
+        return (init_settings,)
+
+
+def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
+    """Read, merge and validate; raises ConfigError with every problem found."""
+    data = _read_toml(path)
+    problems: list[Problem] = []
+    _merge(data, _environment(problems))
+    _apply_overrides(data, overrides, problems)
+    problems += find_problems(data)
+    config = None
+    try:
+        config = Config(**data)
+    except ValidationError as error:
+        problems = [*(_describe(details, data) for details in error.errors()), *problems]
+    if problems or config is None:
+        lines = "\n".join(f"  {where}: {what}" for where, what in problems)
+        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        raise ConfigError(f"{path}: {count}\n{lines}")
+    return config
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: there is no such file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from None
+
+
+def _environment(problems: list[Problem]) -> dict[str, Any]:
+    """What ORCHESTRATOR__* variables set; pydantic-settings would silently ignore unknown ones."""
+    for name in os.environ:
+        if name.upper().startswith(ENV_PREFIX):
+            section = name[len(ENV_PREFIX) :].split("__")[0].lower()
+            if section not in Config.model_fields:
+                problems.append((name, f'no such setting "{section}"{_nearest(section, Config)}'))
+    try:
+        return dict(EnvSettingsSource(Config)())
+    except ValueError as error:
+        problems.append((ENV_PREFIX + "…", str(error)))
+        return {}
+
+
+def _merge(target: dict[str, Any], source: Mapping[str, Any]) -> None:
+    for key, value in source.items():
+        if isinstance(value, Mapping) and isinstance(target.get(key), dict):
+            _merge(target[key], value)
+        else:
+            target[key] = value
+
+
+def _apply_overrides(data: dict[str, Any], overrides: Sequence[str], problems: list[Problem]) -> None:
+    """`--batch.size 64` or `--batch.size=64`; list items by index or by env name (`--train.env.math.ratio 0.5`)."""
+    words = list(overrides)
+    while words:
+        word = words.pop(0)
+        key, equals, text = word.removeprefix("--").partition("=")
+        if not word.startswith("--"):
+            problems.append((word, "expected an override such as --batch.size 64"))
+            continue
+        if not equals:
+            if not words:
+                problems.append((word, "has no value"))
+                return
+            text = words.pop(0)
+        try:
+            _set(data, key.split("."), _value(text))
+        except LookupError as error:
+            problems.append((key, str(error.args[0])))
+
+
+def _value(text: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _set(target: Any, keys: list[str], value: Any) -> None:
+    *path, last = keys
+    for key in path:
+        if isinstance(target, list):
+            target = _item(target, key)
+        else:
+            target = target.setdefault(key.replace("-", "_"), {})
+    if not isinstance(target, dict):
+        raise LookupError("cannot be set: it is not inside a table")
+    target[last.replace("-", "_")] = value
+
+
+def _item(items: list[Any], key: str) -> Any:
+    for position, item in enumerate(items):
+        if key == str(position) or (isinstance(item, dict) and key == (item.get("name") or item.get("id"))):
+            return item
+    raise LookupError(f'there is no item "{key}"')
+
+
+def _describe(details: ErrorDetails, data: Mapping[str, Any]) -> Problem:
+    location = details["loc"]
+    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location).removeprefix(
+        "."
+    )
+    if details["type"] == "extra_forbidden":
+        return path, f"unknown key{_nearest(str(location[-1]), _section(location[:-1]))}"
+    if details["type"] == "missing":
+        return path, "is required"
+    return path, f"{details['msg'][0].lower()}{details['msg'][1:]} (got {details['input']!r})"
+
+
+def _section(location: tuple[int | str, ...]) -> type[BaseModel] | None:
+    """The class of the table at a location."""
+    current: Any = Config
+    for part in location:
+        if isinstance(part, int):
+            continue
+        field = current.model_fields.get(part)
+        current = _model_of(field.annotation) if field is not None else None
+        if current is None:
+            return None
+    return current  # type: ignore[no-any-return]  # narrowed by construction: only model classes are followed
+
+
+def _model_of(annotation: Any) -> type[BaseModel] | None:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    for argument in getattr(annotation, "__args__", ()):
+        found = _model_of(argument)
+        if found is not None:
+            return found
+    return None
+
+
+def _nearest(word: str, section: type[BaseModel] | None) -> str:
+    names = list(section.model_fields) if section is not None else []
+    match = difflib.get_close_matches(word, names, n=1, cutoff=0.5)
+    return (
+        f'; did you mean "{match[0]}"?'
+        if match
+        else ("" if not names else f"; known here: {', '.join(sorted(names))}")
+    )

@@ -1,0 +1,190 @@
+"""Problems that only show when fields are seen together; each with the TOML path it is about.
+
+These look at the merged data before validation, tolerate anything of the wrong type (validation reports
+that), and so report together with it.
+"""
+
+from collections.abc import Iterator, Mapping
+from fractions import Fraction
+from typing import Any
+
+Problem = tuple[str, str]
+"""TOML path and what is wrong there."""
+
+
+def find_problems(data: Mapping[str, Any]) -> list[Problem]:
+    """What is wrong with the relations between fields."""
+    return [*_names(data), *_ratios(data), *_sizes(data), *_endpoints(data), *_ranks(data), *_exposure(data)]
+
+
+def find_warnings(data: Mapping[str, Any]) -> list[Problem]:
+    """What works, but perhaps not as meant."""
+    minimums = [_fraction(env.get("min_batch_allocation")) for env in _envs(data, "train")]
+    total = sum(minimums, Fraction(0))
+    if total > 1:
+        yield_text = f"minimums sum to {float(total):.0%}; they are scaled down to 100 %"
+        return [("train.env", yield_text)]
+    return _staleness_warning(data)
+
+
+def _envs(data: Mapping[str, Any], table: str) -> list[Mapping[str, Any]]:
+    section = data.get(table)
+    envs = section.get("env") if isinstance(section, Mapping) else None
+    return [env for env in envs if isinstance(env, Mapping)] if isinstance(envs, list) else []
+
+
+def _table(data: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    section = data.get(name)
+    return section if isinstance(section, Mapping) else {}
+
+
+def _fraction(value: object) -> Fraction:
+    return Fraction(str(value)) if isinstance(value, (int, float)) and 0 <= value <= 1 else Fraction(0)
+
+
+def _names(data: Mapping[str, Any]) -> Iterator[Problem]:
+    for table in ("train", "eval"):
+        seen: dict[object, int] = {}
+        for position, env in enumerate(_envs(data, table)):
+            name = env.get("name") or env.get("id")
+            if name is None:
+                continue
+            if name in seen:
+                yield (
+                    f"{table}.env[{position}].name",
+                    f'"{name}" is already the name of {table}.env[{seen[name]}]; give one of them another name',
+                )
+            seen.setdefault(name, position)
+
+
+def _ratios(data: Mapping[str, Any]) -> Iterator[Problem]:
+    envs = _envs(data, "train")
+    without = [position for position, env in enumerate(envs) if env.get("ratio") is None]
+    if without and len(without) < len(envs):
+        missing = ", ".join(f"train.env[{position}]" for position in without)
+        yield "train.env", f"either every env sets a ratio or none does; missing in {missing}"
+    ratios = [env.get("ratio") for env in envs]
+    if envs and not without and all(isinstance(ratio, (int, float)) and ratio == 0 for ratio in ratios):
+        yield "train.env", "every ratio is 0, so no env could ever be picked"
+
+
+def _group_sizes(data: Mapping[str, Any]) -> dict[str, int]:
+    """Group size of each env, by the path that sets it."""
+    default = _table(data, "train").get("group_size", 8)
+    sizes = {}
+    for position, env in enumerate(_envs(data, "train")):
+        own = env.get("group_size")
+        path = f"train.env[{position}].group_size" if own is not None else "train.group_size"
+        size = own if own is not None else default
+        if isinstance(size, int) and size >= 1:
+            sizes[path] = size
+    return sizes
+
+
+def _sizes(data: Mapping[str, Any]) -> Iterator[Problem]:
+    batch = _table(data, "batch")
+    size = batch.get("size", 256)
+    if batch.get("unit", "sequences") != "sequences" or not isinstance(size, int) or size < 1:
+        return
+    sizes = _group_sizes(data)
+    too_large = [path for path, group_size in sizes.items() if group_size > size]
+    for path in too_large:
+        yield path, f"a group of {sizes[path]} does not fit into a batch of {size}"
+    dispatch = _table(data, "dispatch")
+    whole_groups = dispatch.get("min_valid") is None and batch.get("on_stuck", "wait") == "wait"
+    if sizes and not too_large and whole_groups and not reachable(set(sizes.values()), size):
+        listed = ", ".join(str(group_size) for group_size in sorted(set(sizes.values())))
+        yield (
+            "batch.size",
+            f"no number of whole groups of {listed} ever sums to {size}; change batch.size or group_size",
+        )
+    min_valid = dispatch.get("min_valid")
+    if isinstance(min_valid, int) and sizes and min_valid > min(sizes.values()):
+        yield "dispatch.min_valid", f"{min_valid} is more than the smallest group has ({min(sizes.values())})"
+
+
+def reachable(sizes: set[int], total: int) -> bool:
+    """Whether some multiset of the sizes sums to the total; one bit per reachable sum."""
+    sums = 1
+    for size in sizes:
+        shift = size
+        while shift <= total:
+            sums |= sums << shift
+            shift *= 2
+    return bool(sums >> total & 1)
+
+
+def _endpoints(data: Mapping[str, Any]) -> Iterator[Problem]:
+    urls = _table(data, "inference").get("base_urls")
+    if "local" not in data and not urls:
+        yield (
+            "inference.base_urls",
+            "no inference server is named; set base_urls, or add a [local] table for the built-in one",
+        )
+    if "local" in data and urls:
+        yield "inference.base_urls", "[local] starts its own inference server; remove one of the two"
+    for position, url in enumerate(urls if isinstance(urls, list) else []):
+        if isinstance(url, str) and not url.startswith(("http://", "https://")):
+            yield f"inference.base_urls[{position}]", f'"{url}" is not an http:// or https:// address'
+
+
+def _ranks(data: Mapping[str, Any]) -> Iterator[Problem]:
+    batch = _table(data, "batch")
+    size, world_size = batch.get("size", 256), _table(data, "trainer").get("world_size", 1)
+    if not isinstance(size, int) or not isinstance(world_size, int) or world_size < 1:
+        return
+    if batch.get("unit", "sequences") == "sequences" and size % world_size:
+        yield "trainer.world_size", f"a batch of {size} cannot be shared equally by {world_size} ranks"
+
+
+def is_loopback(address: str) -> bool:
+    """Whether an address, given as host or as URL, stays on this machine."""
+    host = address.split("://", 1)[-1]
+    return address.startswith(("ipc://", "inproc://")) or host.startswith(
+        ("127.", "localhost", "[::1]", "::1")
+    )
+
+
+def _exposure(data: Mapping[str, Any]) -> Iterator[Problem]:
+    http = _table(data, "http")
+    host = http.get("host", "127.0.0.1")
+    if isinstance(host, str) and not is_loopback(host) and not http.get("token_env"):
+        yield (
+            "http.host",
+            f'"{host}" is reachable from other machines; name the variable with a token in http.token_env',
+        )
+    trainer = _table(data, "trainer")
+    bind = trainer.get("bind", "tcp://127.0.0.1:5555")
+    guarded = trainer.get("secret_key_file") or trainer.get("insecure")
+    if isinstance(bind, str) and not is_loopback(bind) and not guarded:
+        yield (
+            "trainer.bind",
+            f'"{bind}" is reachable from other machines; set trainer.secret_key_file, or insecure = true',
+        )
+    for table in ("train", "eval"):
+        for position, env in enumerate(_envs(data, table)):
+            for address in env.get("addresses") or []:
+                open_wire = isinstance(address, str) and not is_loopback(address)
+                if open_wire and not env.get("server_key_file") and not env.get("insecure"):
+                    yield (
+                        f"{table}.env[{position}].addresses",
+                        f'"{address}" is off this machine; set server_key_file, or insecure = true',
+                    )
+
+
+def _staleness_warning(data: Mapping[str, Any]) -> list[Problem]:
+    batch, staleness = _table(data, "batch"), _table(data, "staleness")
+    size, allowed = batch.get("size", 256), staleness.get("max_versions", 2)
+    inflight = _table(data, "dispatch").get("max_inflight", 256)
+    numbers = all(isinstance(value, int) for value in (size, allowed, inflight))
+    if (
+        not numbers
+        or staleness.get("mode", "pace") != "pace"
+        or batch.get("unit", "sequences") != "sequences"
+    ):
+        return []
+    room = (allowed + 1) * size
+    if inflight <= room:
+        return []
+    text = f"only {room} rollouts can be under way with staleness.max_versions = {allowed}, so {inflight} are never in flight"
+    return [("dispatch.max_inflight", text)]

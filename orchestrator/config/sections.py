@@ -1,0 +1,283 @@
+"""The sections of a configuration file, one class a table; every field's docstring is its documentation.
+
+Only shapes and ranges live here. What relates fields to each other is in `checks`, so that every problem of
+a file is reported at once.
+"""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Share = Annotated[float, Field(ge=0, le=1)]
+Positive = Annotated[int, Field(ge=1)]
+Seconds = Annotated[float, Field(gt=0)]
+
+
+class Section(BaseModel):
+    """A TOML table: unknown keys are errors, values never change."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class ModelConfig(Section):
+    """The policy, as the inference servers know it."""
+
+    name: str = "local"
+    """Model name sent with every request."""
+
+
+class InferenceConfig(Section):
+    """The inference servers."""
+
+    base_urls: list[str] = []
+    """OpenAI-compatible endpoints, each with its /v1."""
+    weight_update: str = "none"
+    """How new weights reach the servers: none, vllm, sglang, or "module:attr"."""
+    api_key_env: str | None = None
+    """Name of the environment variable that holds the API key."""
+    ready_timeout_s: Seconds = 600
+    """How long to wait for the servers before giving up."""
+    health_interval_s: Seconds = 5
+    """Time between health checks of an endpoint."""
+    check_weights: bool = True
+    """Whether a published path is looked at before engines are told; false where only the engines see it."""
+    update_timeout_s: Seconds = 300
+    """Longest weight update of one server before it is taken out of the pool."""
+
+
+class LocalConfig(Section):
+    """Run a small policy server and the reference trainer beside the orchestrator; no GPU needed."""
+
+    learning_rate: Annotated[float, Field(ge=0)] = 1.0
+    """Step size of the reference trainer; 0 learns nothing."""
+    latency_s: Annotated[float, Field(ge=0)] = 0.0
+    """Time added to every completion of the policy server."""
+    trainer: bool = True
+    """Whether to start the reference trainer too."""
+
+
+class MixConfig(Section):
+    """Which environment next."""
+
+    strategy: str = "flow"
+    """weighted_random, weighted_round_robin, adaptive, flow, or "module:Class"."""
+    options: dict[str, Any] = {}
+    """Passed to the strategy."""
+
+
+class BatchConfig(Section):
+    """What the trainer gets."""
+
+    size: Positive = 256
+    """Sequences in a batch, exactly; with unit = "tokens", the token budget that is never exceeded."""
+    unit: Literal["sequences", "tokens"] = "sequences"
+    """What size counts."""
+    quotas: bool = False
+    """Give every env an exact number of sequences in each batch, following the mix targets."""
+    on_starved: Literal["redistribute", "wait"] = "redistribute"
+    """With quotas: what happens to the quota of an env that has too little."""
+    on_stuck: Literal["wait", "split"] = "wait"
+    """When the queue holds a full batch but no exact one: wait, or split a group over two batches."""
+    stuck_after_s: Seconds = 60
+    """How long a queue may be stuck before on_stuck = "split" acts."""
+    max_buffered: Annotated[float, Field(ge=1)] = 8
+    """Bound on what is queued, in batches; dispatch pauses above it."""
+
+
+class EnvSection(Section):
+    """What training and evaluation environments have in common."""
+
+    id: str
+    """<loader>::<environment>[@split], a built-in's name, or "module:Class" of an Environment."""
+    name: str = ""
+    """Unique name; the id when empty."""
+    args: dict[str, Any] = {}
+    """Passed to the environment's constructor."""
+    python: str | None = None
+    """Interpreter of the env servers, when the environment needs its own virtualenv."""
+    workers: Positive = 1
+    """Env server processes to spawn."""
+    addresses: list[str] = []
+    """Servers that run elsewhere, instead of spawned ones."""
+    capacity: Positive = 256
+    """Rollouts that one spawned server runs at once."""
+    system_prompt: str | None = None
+    """Put in front of every conversation."""
+    sampling: dict[str, Any] = {}
+    """Overrides of the table's sampling parameters."""
+    ready_timeout_s: Seconds = 120
+    """How long a server may take to load its environment."""
+    silence_timeout_s: Seconds = 30
+    """A server that does not answer for this long is restarted."""
+    max_restarts: Annotated[int, Field(ge=0)] = 5
+    """Restarts of one server within restart_window_s before the environment counts as lost."""
+    restart_window_s: Seconds = 600
+    """See max_restarts."""
+    server_key_file: str | None = None
+    """CURVE public key of servers at tcp:// addresses: a file, or "env:NAME"."""
+    secret_key_file: str | None = None
+    """CURVE secret key of this side for these servers: a file, or "env:NAME"."""
+    insecure: bool = False
+    """Allow tcp:// addresses off loopback without keys."""
+
+    @property
+    def label(self) -> str:
+        """The env's name."""
+        return self.name or self.id
+
+
+class TrainEnvSection(EnvSection):
+    """A training environment; its settings override those of [train]."""
+
+    ratio: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    """Share in the mix; all envs set one or none does (then the number of tasks counts)."""
+    min_batch_allocation: Share = 0.0
+    """At least this share of every batch."""
+    group_size: Positive | None = None
+    """Rollouts per task."""
+    max_inflight: Positive | None = None
+    """Most rollouts of this env in flight."""
+    rollouts_per_minute: Annotated[float, Field(gt=0)] | None = None
+    """Most rollouts of this env started per minute."""
+
+
+class TrainConfig(Section):
+    """Training environments and what they share."""
+
+    group_size: Positive = 8
+    """Rollouts per task, compared with each other."""
+    sampling: dict[str, Any] = {}
+    """Sampling parameters, as the inference servers name them."""
+    env: Annotated[list[TrainEnvSection], Field(min_length=1)]
+    """The environments, one [[train.env]] each."""
+
+
+class EvalEnvSection(EnvSection):
+    """An evaluation environment; its settings override those of [eval]."""
+
+    num_examples: Positive | None = None
+    """Tasks of the split that are evaluated; all when unset."""
+    rollouts_per_example: Positive | None = None
+    """Attempts at each task (the k of avg@k and pass@k)."""
+    interval: Positive | None = None
+    """Steps between evaluations of this env."""
+
+
+class EvalConfig(Section):
+    """Evaluations during the run."""
+
+    interval: Positive = 20
+    """Steps between evaluations; one also runs before the first step."""
+    num_examples: Positive | None = None
+    """Tasks of the split that are evaluated; all when unset."""
+    rollouts_per_example: Positive = 1
+    """Attempts at each task."""
+    sampling: dict[str, Any] = {}
+    """Sampling parameters of evaluations."""
+    env: list[EvalEnvSection] = []
+    """The environments, one [[eval.env]] each."""
+
+
+class DispatchConfig(Section):
+    """How many rollouts run, and what happens when they fail."""
+
+    max_inflight: Positive = 256
+    """Rollouts in flight, training and evaluation together."""
+    min_inflight: Positive = 8
+    """Lower bound of adaptive concurrency."""
+    concurrency: Literal["fixed", "adaptive"] = "fixed"
+    """Keep max_inflight in flight, or follow the engines' own metrics between min_inflight and max_inflight."""
+    ramp_s: Annotated[float, Field(ge=0)] = 1.0
+    """A raised limit is filled over this time, so that not all prefills land at once."""
+    rollout_timeout_s: Seconds = 600
+    """Longest attempt."""
+    group_timeout_s: Seconds = 1800
+    """Longest group, retries included."""
+    max_attempts: Positive = 3
+    """Attempts at one rollout before it counts as failed."""
+    backoff_s: Seconds = 0.5
+    """Pause before the second attempt; doubles for each further one."""
+    max_backoff_s: Seconds = 30
+    """Longest pause between attempts."""
+    min_valid: Positive | None = None
+    """Keep a group when at least this many of its rollouts are valid; unset: all must be (strict)."""
+    extra_rollouts: Annotated[int, Field(ge=0)] = 0
+    """Rollouts started beyond group_size; the first group_size to finish win, the rest are cancelled."""
+    advantage: str = "grpo"
+    """grpo, rloo, mean, none, or "module:attr" of a function from rewards to advantages."""
+    keep_equal_rewards: bool = False
+    """Train on groups whose rewards are all equal too (they carry no gradient with grpo and rloo)."""
+    max_barren_batches: Positive = 20
+    """End the run when this many batches' worth of rollouts in a row yields nothing to train on."""
+    stall_timeout_s: Seconds = 300
+    """No rollout ends and no batch is taken for this long: one diagnostic record says what is waited for."""
+    exit_on_stall: bool = False
+    """End the run with an error when it stalls."""
+
+
+class StalenessConfig(Section):
+    """How old data may be when it is trained on."""
+
+    max_versions: Annotated[int, Field(ge=0)] = 2
+    """Most policy versions between sampling and training."""
+    mode: Literal["pace", "drop"] = "pace"
+    """pace admits new work only while it can be trained in time; drop cancels and evicts what became too old."""
+
+
+class TrainerConfig(Section):
+    """The link to the trainer."""
+
+    transport: Literal["zmq", "filesystem"] = "zmq"
+    """How batches reach the trainer."""
+    bind: str = "tcp://127.0.0.1:5555"
+    """Where the trainer connects; port 0 picks a free one."""
+    directory: Path | None = None
+    """Shared directory of the filesystem transport; <run_dir>/trainer when unset."""
+    world_size: Positive = 1
+    """Ranks of the trainer, each of which gets its share of every batch."""
+    keep_batches: Annotated[int, Field(ge=0)] = 4
+    """Acknowledged batches that can be asked for again."""
+    versions_dir: Path | None = None
+    """Directory of step_N folders with a STABLE marker, when versions are published that way."""
+    secret_key_file: str | None = None
+    """CURVE secret key of this side: a file, or "env:NAME"."""
+    trainer_key_files: list[str] = []
+    """CURVE public keys of the trainers that are let in: files, or "env:NAME"."""
+    insecure: bool = False
+    """Allow a bind address off loopback without a key."""
+
+
+class JournalConfig(Section):
+    """The record that survives a crash."""
+
+    commit_interval_s: Seconds = 0.05
+    """Longest time a finished group waits for the disk."""
+    commit_bytes: Positive = 8 * 1024 * 1024
+    """A commit is made earlier when this much waits."""
+    compress_level: Annotated[int, Field(ge=0, le=9)] = 0
+    """zlib level of payloads; 0 stores them raw."""
+
+
+class HttpConfig(Section):
+    """Status, metrics and health over HTTP."""
+
+    enabled: bool = True
+    """Whether to serve at all."""
+    host: str = "127.0.0.1"
+    """Address; off loopback a token is required."""
+    port: Annotated[int, Field(ge=0, le=65535)] = 8600
+    """Port; 0 picks a free one."""
+    token_env: str | None = None
+    """Name of the environment variable that holds the bearer token."""
+
+
+class LogConfig(Section):
+    """What is said, and how."""
+
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least important events that are shown."""
+    format: Literal["auto", "pretty", "json"] = "auto"
+    """auto: pretty on a terminal, JSON otherwise."""
+    progress: Literal["auto", "on", "off"] = "auto"
+    """Live progress display; auto: on a terminal."""

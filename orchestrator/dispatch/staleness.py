@@ -1,0 +1,94 @@
+"""Versions and staleness: how far ahead of the trainer work may run.
+
+Staleness of a group = version of the batch's training − oldest version that sampled it, queue time included.
+A batch that follows `k` untrained ones is trained at `published + k`, because the trainer publishes at most one
+version per step, before it acknowledges it. `pace` admits a group only while the step it falls into can still
+train it in time, and holds a batch back while a group in flight would be left behind; `drop` admits freely and
+gives up what became too old. Pure arithmetic: no clock, no I/O. Every loss gives its budget back, because the
+budget is computed from what is under way and never counted down.
+"""
+
+from collections import Counter
+from typing import Any, Literal
+
+
+class Staleness:
+    """Who may start, and which batches may be formed."""
+
+    def __init__(self, *, batch_size: int, max_versions: int, mode: Literal["pace", "drop"]) -> None:
+        self.batch_size = batch_size
+        self.max_versions = max_versions
+        self.mode = mode
+        self.published = 0
+        """Newest version that the trainer has published."""
+        self.serving = 0
+        """Version that the inference servers sample from."""
+        self.formed = 0
+        """Last step that was formed."""
+        self.trained = 0
+        """Last step that was trained on."""
+        self._open: Counter[tuple[str, int]] = Counter()
+        self.reserved = 0
+        """Sequences that open groups are expected to yield."""
+
+    def opened(self, env: str, version: int, size: int) -> None:
+        """A group of `size` expected sequences is under way."""
+        self._open[env, version] += 1
+        self.reserved += size
+
+    def closed(self, env: str, version: int, size: int) -> None:
+        """That group ended, however."""
+        self._open[env, version] -= 1
+        if not self._open[env, version]:
+            del self._open[env, version]
+        self.reserved -= size
+
+    def version_at(self, step: int) -> int:
+        """The version that a step is trained on."""
+        return self.published + max(0, step - 1 - self.trained)
+
+    def admits(self, size: int, queued: int, *, stuck: bool) -> bool:
+        """Whether a group started now could be trained in time, behind `queued` sequences and all in flight.
+
+        Never while the inference servers are so far behind that even the next batch could not have it. `stuck`: the
+        queue cannot make a batch. With nothing in flight that could change it, one more group is let in whatever its
+        age will be: the alternative is to wait for ever.
+        """
+        if self.version_at(self.formed + 1) - self.serving > self.max_versions:
+            return False
+        if self.mode == "drop" or (stuck and self.reserved == 0):
+            return True
+        steps_ahead = -(-(self.reserved + queued + size) // self.batch_size)
+        return self.version_at(self.formed + steps_ahead) - self.serving <= self.max_versions
+
+    def explain(self) -> str:
+        """Whom more work waits for."""
+        if self.version_at(self.formed + 1) - self.serving > self.max_versions:
+            return f"the inference servers to load version {self.published} (they have {self.serving})"
+        return "the trainer (more work now would be too old when it is trained on)"
+
+    def oldest_allowed(self, step: int) -> int:
+        """The oldest version that may be trained on in a step."""
+        return self.version_at(step) - self.max_versions
+
+    def held_back_by(self, available: frozenset[str]) -> tuple[str, int] | None:
+        """The env and version of a group in flight that the next batch would leave behind, if one is to be waited for.
+
+        Groups of envs that have no server now are not waited for.
+        """
+        if self.mode == "drop":
+            return None
+        needed = self.oldest_allowed(self.formed + 2)
+        for env, version in self._open:
+            if version < needed and env in available:
+                return env, version
+        return None
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a later process needs; what is open is asked again."""
+        return {"published": self.published, "formed": self.formed, "trained": self.trained}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue; the inference servers are brought up to the published version before dispatch."""
+        self.published = self.serving = state["published"]
+        self.formed, self.trained = state["formed"], state["trained"]

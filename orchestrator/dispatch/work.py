@@ -1,0 +1,94 @@
+"""What is under way: a group being assembled and the attempts at its rollouts.
+
+A group starts `size + extra` lines, each of which ends as a valid rollout or, after its attempts are used up, as a
+failed one. It is complete with `size` valid rollouts, or with `needed` of them once no more can come. A group-scored
+env has one line that yields all rollouts. Pure bookkeeping; `core` acts on what `verdict` says.
+"""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Protocol
+
+from envs.rollout import Float32s, Int32s, Uint8s
+from envs.wire import RolloutHeader
+from orchestrator.dispatch.ledger import Lane
+from orchestrator.group import TrainTask
+
+
+class RunData(Protocol):
+    """What a run that ended well brought back."""
+
+    @property
+    def rollouts(self) -> list[RolloutHeader]: ...
+    @property
+    def tokens(self) -> Int32s: ...
+    @property
+    def mask(self) -> Uint8s: ...
+    @property
+    def logprobs(self) -> Float32s: ...
+    @property
+    def transcript(self) -> bytes: ...
+
+
+class Verdict(StrEnum):
+    """What is to become of a group."""
+
+    OPEN = "open"
+    COMPLETE = "complete"
+    FAILED = "failed"
+
+
+@dataclass(slots=True, eq=False)
+class PendingGroup:
+    """A group being assembled. `version` is the policy version at its first dispatch."""
+
+    task: TrainTask
+    lane: Lane
+    size: int
+    needed: int
+    group_scored: bool
+    version: int
+    opened: float
+    extra: int = 0
+    endpoint: Any = None
+    results: list[RunData] = field(default_factory=list)
+    valid: int = 0
+    failed: int = 0
+    failure: str = ""
+    running: "dict[Attempt, None]" = field(default_factory=dict)
+    waiting: int = 0
+    closed: bool = False
+    context: Any = None
+
+    @property
+    def env(self) -> str:
+        return self.task.env
+
+    @property
+    def lines(self) -> int:
+        """Lines that may still bring a valid rollout."""
+        return len(self.running) + self.waiting
+
+    def verdict(self) -> Verdict:
+        """Complete, failed, or still open."""
+        if self.valid >= self.size:
+            return Verdict.COMPLETE
+        possible = self.size if self.group_scored and self.lines else self.lines
+        if self.valid + possible < self.needed:
+            return Verdict.FAILED
+        if self.lines == 0:
+            return Verdict.COMPLETE
+        return Verdict.OPEN
+
+
+@dataclass(slots=True, eq=False)
+class Attempt:
+    """One attempt at one line of a group; `count` rollouts at once (1, or the whole group when group-scored)."""
+
+    group: PendingGroup
+    count: int
+    number: int = 1
+    started: float = 0.0
+    ended: bool = False
+    endpoint: Any = None
+    request: Any = None

@@ -1,0 +1,235 @@
+"""The one stream of facts about a run: what the progress display, the metrics, the status page and the summary read.
+
+`Facts` is told what happened (groups scored, dropped, batches formed) and answers with `status()`, a plain structure
+that also holds what the ledger, the staleness book, the buffer and the mix know at that moment. Nothing else keeps
+counts of its own.
+"""
+
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from orchestrator.dispatch.ledger import Lane, Ledger
+from orchestrator.dispatch.staleness import Staleness
+from orchestrator.group import Batch
+
+WINDOW = 16
+"""Batches over which the recent mix is taken: some hundred groups, so that rounding does not show."""
+
+
+class EnvStatus(msgspec.Struct):
+    """One training env now."""
+
+    target: float
+    actual: float
+    recent: float
+    dispatched: int
+    inflight: int
+    completed: int
+    emitted: int
+    acceptance: float
+    mean_latency_s: float | None
+    reward: float | None
+    first_reward: float | None
+    quarantined: bool
+    servers_ready: int
+    servers: int
+    restarts: int
+    queued: int
+    dropped: dict[str, int]
+
+
+class EndpointStatus(msgspec.Struct):
+    """One inference server now."""
+
+    url: str
+    healthy: bool
+    inflight: int
+    version: int
+
+
+class Status(msgspec.Struct):
+    """A run at one moment."""
+
+    state: str
+    waiting_for: str
+    step: int
+    max_steps: int | None
+    trained: int
+    version: int
+    published: int
+    reward: float | None
+    first_reward: float | None
+    rollouts_per_s: float
+    inflight: int
+    limit: int
+    queued_sequences: int
+    queued_groups: int
+    batch_size: int
+    buffer: str
+    outcomes: dict[str, int]
+    failures: dict[str, int]
+    envs: dict[str, EnvStatus]
+    endpoints: list[EndpointStatus]
+    evals: list[dict[str, Any]]
+    staleness: dict[str, float]
+    loop_lag_p99_s: float
+    journal_backlog_bytes: int
+    seconds: float
+
+
+@dataclass(slots=True)
+class EnvFacts:
+    """What happened to one env's groups so far."""
+
+    emitted: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+    reward_sum: float = 0.0
+    reward_count: int = 0
+    reward: float | None = None
+    first_reward: float | None = None
+
+
+class Facts:
+    """Told what happens; asked for the status."""
+
+    def __init__(
+        self, targets: Mapping[str, float], *, ledger: Ledger, staleness: Staleness, now: float
+    ) -> None:
+        self.targets = dict(targets)
+        self.envs = {name: EnvFacts() for name in targets}
+        self.ledger = ledger
+        self.staleness = staleness
+        self.steps: deque[dict[str, Any]] = deque(maxlen=1000)
+        self.reward: float | None = None
+        self.first_reward: float | None = None
+        self.sequences = 0
+        self.stale_sum = 0
+        self.stale_max = 0
+        self._started = now
+        self._earlier_s = 0.0
+        self._window: deque[Counter[str]] = deque(maxlen=WINDOW)
+        self._rate: deque[tuple[float, int]] = deque([(now, 0)])
+        self.on_step: list[Callable[[dict[str, Any]], None]] = []
+
+    def scored(self, env: str, rewards: list[float]) -> None:
+        """A group's rollouts have their rewards, whether or not the group is trained on."""
+        facts = self.envs[env]
+        facts.reward_sum += sum(rewards)
+        facts.reward_count += len(rewards)
+
+    def dropped(self, env: str, reason: str, rollouts: int) -> None:
+        """Rollouts that will not be trained on."""
+        self.envs[env].dropped[reason] += rollouts
+
+    def batch_formed(self, batch: Batch, now: float) -> dict[str, Any]:
+        """A batch is complete; closes the interval over which rewards are averaged."""
+        sizes: Counter[str] = Counter()
+        for group in batch.groups:
+            sizes[group.env] += group.size
+            age = max(0, batch.version - group.version)
+            self.stale_sum += age * group.size
+            self.stale_max = max(self.stale_max, age)
+        self._window.append(sizes)
+        self.sequences += batch.size
+        total, count = 0.0, 0
+        for name, facts in self.envs.items():
+            facts.emitted += sizes[name]
+            total += facts.reward_sum
+            count += facts.reward_count
+            if facts.reward_count:
+                facts.reward = facts.reward_sum / facts.reward_count
+                facts.first_reward = facts.reward if facts.first_reward is None else facts.first_reward
+                facts.reward_sum, facts.reward_count = 0.0, 0
+        if count:
+            self.reward = total / count
+            self.first_reward = self.reward if self.first_reward is None else self.first_reward
+        step = {
+            "step": batch.step,
+            "version": batch.version,
+            "reward": self.reward,
+            "rewards": {name: facts.reward for name, facts in self.envs.items()},
+            "mix": {name: sizes[name] / max(1, batch.size) for name in self.envs},
+            "seconds": round(self.seconds(now), 3),
+        }
+        self.steps.append(step)
+        for told in self.on_step:
+            told(step)
+        return step
+
+    def seconds(self, now: float) -> float:
+        """Time that the run has been running, earlier processes included."""
+        return self._earlier_s + now - self._started
+
+    def rate(self, now: float) -> float:
+        """Rollouts completed per second over the last few seconds."""
+        done = sum(
+            n
+            for (lane, _, outcome, _), n in self.ledger.outcomes.items()
+            if lane is Lane.TRAIN and outcome == "completed"
+        )
+        if now - self._rate[-1][0] > 0.2:
+            self._rate.append((now, done))
+        while len(self._rate) > 2 and self._rate[0][0] < now - 5:
+            self._rate.popleft()
+        since, before = self._rate[0]
+        return (done - before) / (now - since) if now > since else 0.0
+
+    def recent_share(self, env: str) -> float:
+        """Share of an env in the last batches."""
+        total = sum(sum(sizes.values()) for sizes in self._window)
+        return sum(sizes[env] for sizes in self._window) / total if total else 0.0
+
+    def actual_share(self, env: str) -> float:
+        """Share of an env in all batches."""
+        return self.envs[env].emitted / self.sequences if self.sequences else 0.0
+
+    def failures(self) -> dict[str, int]:
+        """Rollouts that did not complete, by env and kind."""
+        rows = self.ledger.rows()
+        return {
+            f"{env}: {detail or outcome}": n
+            for _, env, outcome, detail, n in rows
+            if outcome in ("failed", "timed_out", "lost")
+        }
+
+    def staleness_numbers(self) -> dict[str, float]:
+        """Mean and largest age in versions of what was trained on."""
+        return {
+            "mean": self.stale_sum / self.sequences if self.sequences else 0.0,
+            "max": float(self.stale_max),
+        }
+
+    def state_dict(self, now: float) -> dict[str, Any]:
+        """For a later process of the same run."""
+        return {
+            "seconds": self.seconds(now),
+            "sequences": self.sequences,
+            "stale": [self.stale_sum, self.stale_max],
+            "rewards": [self.first_reward, self.reward],
+            "envs": {
+                name: {
+                    "emitted": facts.emitted,
+                    "dropped": dict(facts.dropped),
+                    "rewards": [facts.first_reward, facts.reward],
+                }
+                for name, facts in self.envs.items()
+            },
+            "window": [dict(sizes) for sizes in self._window],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from an earlier process; envs that are gone are left out."""
+        self._earlier_s = state["seconds"]
+        self.sequences = state["sequences"]
+        self.stale_sum, self.stale_max = state["stale"]
+        self.first_reward, self.reward = state["rewards"]
+        for name, facts in state["envs"].items():
+            if name in self.envs:
+                mine = self.envs[name]
+                mine.emitted, mine.dropped = facts["emitted"], Counter(facts["dropped"])
+                mine.first_reward, mine.reward = facts["rewards"]
+        self._window.extend(Counter(sizes) for sizes in state["window"])

@@ -1,0 +1,234 @@
+"""The trainer link over a directory that both sides can reach, for clusters without a network path between them.
+
+Carries the same messages as ZMQ does, with the same bytes. A message is one file, written elsewhere and renamed into
+place, so that nobody ever sees half of one; the reader deletes it. Trainers write into `inbox`, each reads its own
+directory under `outbox`; both sides look every `poll_s`. A service that starts empties the directory: ranks that
+were there before find themselves unknown, join again and ask again, as after any restart.
+
+A file holds the number of frames, their sizes, and the frames, each aligned to 64 bytes. Trainers import
+this module, so it needs the standard library only.
+"""
+
+import asyncio
+import itertools
+import re
+import shutil
+import struct
+import threading
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+from urllib.parse import unquote, urlsplit
+
+from orchestrator.errors import TrainerLinkError
+
+SCHEME = "file://"
+POLL_S = 0.05
+
+_MAGIC = b"RLMSG001"
+_ALIGN = 64
+_NAME = re.compile(r"^([0-9a-f]{32})\.(\d{12})\.msg$")
+
+
+def directory_of(address: str) -> Path:
+    """The directory that a `file://` address names."""
+    parts = urlsplit(address)
+    path = Path(unquote(parts.path))
+    if parts.netloc or not path.is_absolute():
+        raise TrainerLinkError(f"{address}: name the directory in full, as in file:///shared/run/trainer")
+    return path
+
+
+def write_message(directory: Path, scratch: Path, name: str, frames: Sequence[bytes | memoryview]) -> None:
+    """Put a message into a directory, whole or not at all."""
+    sizes = [len(frame) for frame in frames]
+    head = _MAGIC + struct.pack(f"<Q{len(sizes)}Q", len(sizes), *sizes)
+    draft = scratch / f"{uuid.uuid4().hex}.tmp"
+    try:
+        with draft.open("wb", buffering=0) as file:
+            position = 0
+            for piece in (head, *frames):
+                padding = -position % _ALIGN
+                file.write(bytes(padding))
+                _write_all(file, memoryview(piece))
+                position += padding + len(piece)
+        draft.rename(directory / name)
+    except OSError:
+        draft.unlink(missing_ok=True)
+        raise
+
+
+def read_message(path: Path) -> list[memoryview]:
+    """The frames of a message, as writable views on one buffer; ValueError when it is not one."""
+    data = bytearray(path.stat().st_size)
+    view = memoryview(data)
+    with path.open("rb", buffering=0) as file:
+        got = 0
+        while got < len(data) and (count := file.readinto(view[got:])):
+            got += count
+    if got < len(data) or data[:8] != _MAGIC or len(data) < 16:
+        raise ValueError(f"{path.name} is not a message")
+    (count,) = struct.unpack_from("<Q", data, 8)
+    if count > (len(data) - 16) // 8:
+        raise ValueError(f"{path.name} is cut off")
+    frames, position = [], 16 + 8 * count
+    for size in struct.unpack_from(f"<{count}Q", data, 16):
+        position += -position % _ALIGN
+        if position + size > len(data):
+            raise ValueError(f"{path.name} is cut off")
+        frames.append(view[position : position + size])
+        position += size
+    return frames
+
+
+def messages_in(directory: Path) -> Iterator[tuple[str, Path]]:
+    """Messages that lie in a directory with the peer each is from or for, in each peer's order."""
+    try:
+        names = sorted(entry.name for entry in directory.iterdir())
+    except FileNotFoundError:
+        return
+    for name in names:
+        if match := _NAME.match(name):
+            yield match[1], directory / name
+
+
+class FileChannel:
+    """The trainer's side; see `trainer_channel.Channel`."""
+
+    def __init__(self, address: str, *, poll_s: float = POLL_S) -> None:
+        self._root = directory_of(address)
+        self._poll_s = poll_s
+        self._peer = uuid.uuid4().hex
+        self._numbers = itertools.count()
+        self._waiting: deque[list[memoryview]] = deque()
+
+    def send(self, frame: bytes) -> None:
+        """Best effort: while the directory cannot be written, the service counts as silent."""
+        try:
+            for name in ("inbox", "tmp"):
+                (self._root / name).mkdir(parents=True, exist_ok=True)
+            name = f"{self._peer}.{next(self._numbers):012d}.msg"
+            write_message(self._root / "inbox", self._root / "tmp", name, [frame])
+        except OSError:
+            return
+
+    def receive(self) -> list[Any] | None:
+        if not self._waiting:
+            for _, path in messages_in(self._root / "outbox" / self._peer):
+                try:
+                    self._waiting.append(read_message(path))
+                except FileNotFoundError:
+                    # A service that starts empties the directory.
+                    break
+                path.unlink(missing_ok=True)
+        return list(self._waiting.popleft()) if self._waiting else None
+
+    def wait(self, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not self._waiting and not self._has_mail() and (left_s := deadline - time.monotonic()) > 0:
+            time.sleep(min(self._poll_s, left_s))
+
+    async def wait_async(self, timeout_s: float) -> None:
+        # A shared disk tells nobody of a new file and may be slow to list a directory: look from a thread.
+        await asyncio.to_thread(self.wait, timeout_s)
+
+    def close(self) -> None:
+        shutil.rmtree(self._root / "outbox" / self._peer, ignore_errors=True)
+
+    def _has_mail(self) -> bool:
+        return next(messages_in(self._root / "outbox" / self._peer), None) is not None
+
+
+class OnMessage(Protocol):
+    def __call__(self, peer: bytes, frames: list[Any], /) -> None: ...
+
+
+class FileLink:
+    """The service's side: a thread that looks for messages and writes answers, so that a slow disk holds up nothing."""
+
+    def __init__(self, address: str, *, on_error: Callable[[str], None], poll_s: float = POLL_S) -> None:
+        self.address = address
+        self._root = directory_of(address)
+        self._on_error = on_error
+        self._poll_s = poll_s
+        self._outgoing: deque[tuple[str, list[bytes | memoryview]]] = deque()
+        self._numbers = itertools.count()
+        self._wake = threading.Event()
+        self._closing = False
+        self._failing = False
+
+    def start(self, loop: asyncio.AbstractEventLoop, on_message: OnMessage) -> None:
+        self._loop = loop
+        self._on_message = on_message
+        try:
+            for name in ("inbox", "outbox", "tmp"):
+                shutil.rmtree(self._root / name, ignore_errors=True)
+                (self._root / name).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise TrainerLinkError(
+                f"the trainer link cannot use {self._root}: {error}; is it writable?"
+            ) from error
+        self._thread = threading.Thread(target=self._run, name="trainer-files", daemon=True)
+        self._thread.start()
+
+    def send(self, peer: bytes, frames: list[bytes | memoryview]) -> None:
+        self._outgoing.append((peer.decode(), frames))
+        self._wake.set()
+
+    async def aclose(self) -> None:
+        """Write what is still to be sent, then end the thread."""
+        self._closing = True
+        self._wake.set()
+        await asyncio.to_thread(self._thread.join)
+
+    def _run(self) -> None:
+        while True:
+            closing = self._closing
+            self._wake.clear()
+            try:
+                self._write()
+                if closing:
+                    return
+                self._read()
+                self._failing = False
+            except OSError as error:
+                # A shared disk comes and goes: what could not be written is tried again.
+                if closing:
+                    return
+                if not self._failing:
+                    self._failing = True
+                    self._post(self._on_error, str(error))
+            self._wake.wait(self._poll_s)
+
+    def _write(self) -> None:
+        while self._outgoing:
+            peer, frames = self._outgoing[0]
+            outbox = self._root / "outbox" / peer
+            outbox.mkdir(parents=True, exist_ok=True)
+            write_message(outbox, self._root / "tmp", f"{peer}.{next(self._numbers):012d}.msg", frames)
+            self._outgoing.popleft()
+
+    def _read(self) -> None:
+        for peer, path in messages_in(self._root / "inbox"):
+            try:
+                frames = read_message(path)
+            except ValueError:
+                frames = []
+            path.unlink(missing_ok=True)
+            self._post(self._on_message, peer.encode(), frames)
+
+    def _post(self, function: Callable[..., None], *arguments: object) -> None:
+        try:
+            self._loop.call_soon_threadsafe(function, *arguments)
+        except RuntimeError:
+            if not self._loop.is_closed():
+                raise
+
+
+def _write_all(file: Any, data: memoryview) -> None:
+    data = data.cast("B") if data.nbytes else data
+    while data.nbytes:
+        data = data[file.write(data) :]

@@ -1,0 +1,36 @@
+"""The inference servers of a run: placement, health, weight updates, and how much each is given at a time."""
+
+from orchestrator.inference.concurrency import AdaptiveConcurrency, FixedConcurrency
+from orchestrator.inference.endpoint import (
+    Endpoint,
+    EndpointState,
+    EngineApi,
+    EngineError,
+    EngineUnfitError,
+    InferenceError,
+)
+from orchestrator.inference.metrics import EngineMetrics, parse_metrics
+from orchestrator.inference.pool import InferencePool
+from orchestrator.inference.sync import UpdateReport
+from orchestrator.inference.watch import HealthPolicy
+from orchestrator.inference.weights import UpdateRequest, WeightUpdate, WeightUpdateError, build_weight_update
+
+__all__ = [
+    "AdaptiveConcurrency",
+    "Endpoint",
+    "EndpointState",
+    "EngineApi",
+    "EngineError",
+    "EngineMetrics",
+    "EngineUnfitError",
+    "FixedConcurrency",
+    "HealthPolicy",
+    "InferenceError",
+    "InferencePool",
+    "UpdateReport",
+    "UpdateRequest",
+    "WeightUpdate",
+    "WeightUpdateError",
+    "build_weight_update",
+    "parse_metrics",
+]

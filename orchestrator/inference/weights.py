@@ -1,0 +1,272 @@
+"""How an engine gets new weights: recipes by name, each a few calls to one server.
+
+A recipe changes one engine and raises if it did not get there; the pool decides when, to which engines, and
+what becomes of one that failed. Requests in flight survive an update: they freeze, and go on with the new
+weights and a cleared cache (without clearing, cached prefixes of the old weights give wrong tokens).
+
+A recipe never leaves an engine paused: resuming is in a `finally`, bounded by its own timeout. When the load
+itself failed the weights are unknown, so the requests in flight are aborted first; an aborted request ends as
+"abort" and is asked again elsewhere instead of going on with garbage.
+"""
+
+import asyncio
+import importlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+
+from orchestrator.errors import ConfigError
+from orchestrator.inference.endpoint import EngineApi, EngineError, EngineUnfitError, InferenceError
+
+log = structlog.get_logger(__name__)
+
+_RECOVERY_TIMEOUT_S = 15.0
+_WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
+
+
+class WeightUpdateError(InferenceError):
+    """A published version cannot be used; no engine was touched."""
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateRequest:
+    """One engine is to serve `version`, whose weights are at `path` (None if the publisher named none)."""
+
+    engine: EngineApi
+    version: int
+    path: str | None
+    model: str
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class WeightUpdate:
+    """A recipe.
+
+    `apply` brings one engine to new weights. `admit` is called before an engine gets its first work and
+    whenever it comes back: it checks that updates will be possible and undoes what a killed service may have
+    left. `read_label` reads back the version that `apply` wrote, by which a quick restart is noticed.
+    """
+
+    name: str
+    apply: Callable[[UpdateRequest], Awaitable[None]]
+    needs_path: bool = False
+    admit: Callable[[EngineApi], Awaitable[None]] | None = None
+    read_label: Callable[[EngineApi], Awaitable[str | None]] | None = None
+
+
+def build_weight_update(spec: str) -> WeightUpdate:
+    """The recipe named `none`, `vllm` or `sglang`, or the one at "module:attr"."""
+    recipe = _RECIPES.get(spec)
+    if recipe is not None:
+        return recipe
+    module_name, colon, attribute = spec.partition(":")
+    if not colon:
+        names = ", ".join(_RECIPES)
+        raise ConfigError(f'inference.weight_update: "{spec}" is not one of {names} nor "module:attr"')
+    try:
+        found = getattr(importlib.import_module(module_name), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f'inference.weight_update: cannot load "{spec}": {error}') from error
+    if isinstance(found, WeightUpdate):
+        return found
+    if not callable(found):
+        raise ConfigError(
+            f'inference.weight_update: "{spec}" is of type {type(found).__name__}; '
+            f"it must be an async function that takes an UpdateRequest, or a WeightUpdate"
+        )
+    return WeightUpdate(name=spec, apply=found)
+
+
+async def check_weights(update: WeightUpdate, version: int, path: str | None, *, local: bool) -> str | None:
+    """The path as engines are to be given it; WeightUpdateError if it cannot be loaded.
+
+    Asking an engine to load a folder that is not there ends the engine, so the folder is looked at first.
+    `local` is False where engines see other folders than this process.
+    """
+    if path is None:
+        if update.needs_path:
+            raise WeightUpdateError(
+                f'version {version} was published without a path, but weight_update = "{update.name}" loads from a path; '
+                f"publish with path=…"
+            )
+        return None
+    if not update.needs_path or not local:
+        return path
+    return await asyncio.to_thread(_find_weights, version, path)
+
+
+def _find_weights(version: int, path: str) -> str:
+    # Absolute, because the engine's working directory is not ours.
+    folder = Path(path).expanduser().absolute()
+    remedy = "publish after the files are written; if only the engines see the folder, set inference.check_weights = false"
+    if not folder.is_dir():
+        raise WeightUpdateError(f"version {version}: {folder} is not a folder; {remedy}")
+    if not any(next(folder.glob(pattern), None) for pattern in _WEIGHT_FILES):
+        raise WeightUpdateError(
+            f"version {version}: {folder} holds no weights ({', '.join(_WEIGHT_FILES)}); {remedy}"
+        )
+    return str(folder)
+
+
+async def _apply_none(request: UpdateRequest) -> None:
+    """The trainer updates the engines itself, or nothing does: versions are only counted."""
+
+
+@asynccontextmanager
+async def _paused(
+    engine: EngineApi,
+    *,
+    pause: Callable[[], Awaitable[object]],
+    abort: Callable[[], Awaitable[object]],
+    resume: str,
+) -> AsyncIterator[None]:
+    """Pause around a load. Whatever happens the engine is resumed; after a failed load its requests are aborted."""
+    loaded = False
+    refused = False
+    try:
+        try:
+            await pause()
+        except EngineError as error:
+            refused = error.status is not None  # it answered and did not pause
+            raise
+        yield
+        loaded = True
+    finally:
+        if not refused:
+            await _resume(engine, abort=None if loaded else abort, resume=resume)
+
+
+async def _resume(engine: EngineApi, *, abort: Callable[[], Awaitable[object]] | None, resume: str) -> None:
+    if abort is None:
+        await engine.post(resume, timeout_s=_RECOVERY_TIMEOUT_S)
+        return
+    try:
+        async with asyncio.timeout(_RECOVERY_TIMEOUT_S):
+            await abort()
+            await engine.post(resume)
+    except (EngineError, TimeoutError) as error:
+        # The load's own failure is the one to report; the pool takes the engine out either way.
+        log.warning("weights.resume_failed", endpoint=engine.url, error=str(error) or "timed out")
+
+
+async def _apply_vllm(request: UpdateRequest) -> None:
+    """Freeze, clear the caches, reload, label, go on."""
+    engine, timeout_s = request.engine, request.timeout_s
+
+    async def pause() -> None:
+        await engine.post("/pause", query={"mode": "keep", "clear_cache": "true"}, timeout_s=timeout_s)
+
+    async def abort() -> None:
+        await engine.post("/pause", query={"mode": "abort"})
+
+    with _dev_mode_explained():
+        async with _paused(engine, pause=pause, abort=abort, resume="/resume"):
+            load = {"method": "reload_weights", "kwargs": {"weights_path": request.path}}
+            await engine.post("/collective_rpc", body=load, timeout_s=timeout_s)
+            try:
+                await engine.post("/update_weight_version", body={"new_version": str(request.version)})
+            except EngineError as error:
+                if error.status != 404:  # engines older than the label have no way to be asked for it either
+                    raise
+
+
+async def _admit_vllm(engine: EngineApi) -> None:
+    """Check for the administrative calls; go on where a service that was killed during an update left a pause."""
+    with _dev_mode_explained():
+        answer = await engine.get("/is_paused")
+    if isinstance(answer, dict) and answer.get("is_paused"):
+        log.warning("endpoint.resumed", endpoint=engine.url, reason="it was found paused")
+        await engine.post("/resume")
+
+
+async def _read_label_vllm(engine: EngineApi) -> str | None:
+    try:
+        answer = await engine.get("/weight_info")
+    except EngineError as error:
+        if error.status == 404:
+            return None
+        raise
+    return str(answer["weight_version"]) if isinstance(answer, dict) and "weight_version" in answer else None
+
+
+@contextmanager
+def _dev_mode_explained() -> Iterator[None]:
+    try:
+        yield
+    except EngineError as error:
+        if error.status != 404:
+            raise
+        raise EngineUnfitError(
+            error.url,
+            "has no administrative endpoints, so its weights cannot be updated; start vLLM with VLLM_SERVER_DEV_MODE=1 "
+            'in its environment, or set inference.weight_update = "none"',
+            status=404,
+        ) from error
+
+
+async def _apply_sglang(request: UpdateRequest) -> None:
+    """Move running requests back to the queue, load with the cache flushed, go on."""
+    engine, timeout_s = request.engine, request.timeout_s
+
+    async def pause() -> None:
+        # "in_place" would keep the old weights' cache, which cannot be flushed under running requests.
+        await engine.post("/pause_generation", body={"mode": "retract"}, timeout_s=timeout_s)
+
+    async def abort() -> None:
+        await engine.post("/abort_request", body={"abort_all": True})
+
+    async with _paused(engine, pause=pause, abort=abort, resume="/continue_generation"):
+        load = {"model_path": request.path, "weight_version": str(request.version), "flush_cache": True}
+        answer = await engine.post("/update_weights_from_disk", body=load, timeout_s=timeout_s)
+        if isinstance(answer, dict) and answer.get("success") is False:
+            raise EngineError(engine.url, f"POST /update_weights_from_disk failed: {answer.get('message')}")
+
+
+async def _admit_sglang(engine: EngineApi) -> None:
+    """Go on where a service that was killed during an update left a pause; going on without one does nothing."""
+    try:
+        await engine.post("/continue_generation")
+    except EngineError as error:
+        if error.status != 404:
+            raise
+        raise EngineUnfitError(
+            error.url,
+            "has no /continue_generation, so its weights cannot be updated under load; use an SGLang that has it, "
+            'or set inference.weight_update = "none"',
+            status=404,
+        ) from error
+
+
+async def _read_label_sglang(engine: EngineApi) -> str | None:
+    for path in ("/model_info", "/get_model_info"):  # the second is the name in older servers
+        try:
+            answer = await engine.get(path)
+        except EngineError as error:
+            if error.status != 404:
+                raise
+        else:
+            return (
+                str(answer["weight_version"])
+                if isinstance(answer, dict) and "weight_version" in answer
+                else None
+            )
+    return None
+
+
+_RECIPES = {
+    "none": WeightUpdate(name="none", apply=_apply_none),
+    "vllm": WeightUpdate(
+        name="vllm", apply=_apply_vllm, needs_path=True, admit=_admit_vllm, read_label=_read_label_vllm
+    ),
+    "sglang": WeightUpdate(
+        name="sglang",
+        apply=_apply_sglang,
+        needs_path=True,
+        admit=_admit_sglang,
+        read_label=_read_label_sglang,
+    ),
+}

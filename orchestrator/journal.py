@@ -1,0 +1,240 @@
+"""The journal of a run: what is recorded survives the death of the process and, where it was served, of the machine.
+
+Recorded are finished groups, resolved task positions, formed batches, acknowledgements, states, evaluations.
+Hand-outs are not: a position that is not resolved is asked again after a restart. Invariants:
+
+- Recording never blocks the event loop; one writer thread commits in the order of recording.
+- A batch's `on_durable` runs on the event loop after the batch, and every group in it, is on disk; only then may
+  it be offered to a trainer, so a batch that a trainer has seen is the same after any crash.
+- Records without a callback survive kill -9 once committed (after at most `commit_interval_s`). A power cut may
+  take the last of them, always as a whole suffix; their tasks are then asked again.
+- One orchestrator per run directory: the lock is held until `close`.
+
+What the rows mean is in docs/journal.md. Reading is `JournalReader`.
+"""
+
+import asyncio
+import json
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Self
+
+from orchestrator.errors import JournalError
+from orchestrator.group import Batch, Group
+from orchestrator.journal_reader import BatchRow, GroupRow, JournalReader, Recovered
+from orchestrator.journal_schema import lock_run_dir, move_aside
+from orchestrator.journal_store import JournalStore
+from orchestrator.journal_writer import JournalWriter
+
+__all__ = ["BatchRow", "GroupRow", "Journal", "JournalReader", "Recovered"]
+
+_ROW_BYTES = 256
+"""What a record without arrays counts for in the backlog."""
+
+
+class Journal:
+    """Records a run. Use `open`; every `record_*` is called on the event loop and returns at once."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        lock: IO[str],
+        store: JournalStore,
+        writer: JournalWriter,
+        *,
+        max_backlog_bytes: int,
+        moved_aside: Path | None,
+    ) -> None:
+        self._run_dir = run_dir
+        self._lock = lock
+        self._store = store
+        self._writer = writer
+        self._max_backlog_bytes = max_backlog_bytes
+        self._flushes: set[asyncio.Future[None]] = set()
+        self._closed = False
+        self.moved_aside = moved_aside
+        with JournalReader(run_dir) as reader:
+            self.meta = reader.meta()
+
+    @classmethod
+    def open(
+        cls,
+        run_dir: Path,
+        *,
+        commit_interval_s: float = 0.1,
+        commit_bytes: int = 16 * 1024 * 1024,
+        keep_batches: int = 4,
+        fresh: bool = False,
+        max_backlog_bytes: int = 512 * 1024 * 1024,
+        compress: int = 0,
+        fsync: bool = True,
+        on_error: Callable[[JournalError], None] | None = None,
+        loop: asyncio.AbstractEventLoop | None = None,
+    ) -> Self:
+        """Open or create the journal of a run directory and lock it.
+
+        `fresh` moves an existing journal aside (`moved_aside` says where to). `on_error` is called once, on the loop,
+        when a write fails. `compress` is a zlib level, 0 for none. `loop` is needed off the event loop's thread.
+        """
+        loop = loop or asyncio.get_running_loop()
+        lock = lock_run_dir(run_dir)
+        try:
+            moved = move_aside(run_dir) if fresh else None
+            store = JournalStore(run_dir, keep_batches=keep_batches, compress=compress, fsync=fsync)
+        except OSError as error:
+            lock.close()
+            raise JournalError(f"{run_dir}: the run directory cannot be written: {error}") from error
+        except JournalError:
+            lock.close()
+            raise
+        holder: list[Self] = []
+
+        def failed(error: JournalError) -> None:
+            for journal in holder:
+                journal._fail_flushes(error)
+            if on_error is not None:
+                on_error(error)
+
+        writer = JournalWriter(
+            store, loop=loop, on_error=failed, commit_interval_s=commit_interval_s, commit_bytes=commit_bytes
+        )
+        journal = cls(run_dir, lock, store, writer, max_backlog_bytes=max_backlog_bytes, moved_aside=moved)
+        holder.append(journal)
+        if "run_id" not in journal.meta:
+            journal.set_meta("run_id", uuid.uuid4().hex)
+        return journal
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    @property
+    def run_id(self) -> str:
+        """Names the run; a resumed run keeps it, a fresh one gets another."""
+        return self.meta["run_id"]
+
+    @property
+    def backlog_bytes(self) -> int:
+        """Bytes recorded and not yet committed."""
+        return self._writer.backlog_bytes
+
+    @property
+    def full(self) -> bool:
+        """The disk does not keep up, or writing has failed: dispatch nothing new until this is False."""
+        return self._writer.error is not None or self._writer.backlog_bytes > self._max_backlog_bytes
+
+    @property
+    def error(self) -> JournalError | None:
+        """Why writing has stopped, if it has."""
+        return self._writer.error
+
+    def record_group(self, group: Group) -> None:
+        """A group is finished; this resolves its task."""
+        size = (
+            group.tokens.nbytes
+            + group.logprobs.nbytes
+            + group.mask.nbytes
+            + len(group.transcript)
+            + _ROW_BYTES
+        )
+        self._writer.add(lambda store: store.add_group(group), size)
+
+    def record_task(self, env: str, position: int, outcome: str) -> None:
+        """A task is resolved without a group: filtered, given_up, …"""
+        self._writer.add(lambda store: store.add_task(env, position, outcome), _ROW_BYTES)
+
+    def evict_group(self, group: Group, reason: str) -> None:
+        """A recorded group will not be trained on; its task stays resolved."""
+        self._writer.add(lambda store: store.evict_group(group.id, group.env, reason), _ROW_BYTES)
+
+    def record_batch(self, batch: Batch, on_durable: Callable[[], None]) -> None:
+        """Recorded groups form a batch; `on_durable` runs on the event loop once that is on disk."""
+        self._writer.add(lambda store: store.add_batch(batch), _ROW_BYTES * len(batch.groups), on_durable)
+
+    def record_ack(self, step: int, rank: int, *, world_size: int = 1) -> None:
+        """A rank has acknowledged a batch."""
+        self._writer.add(lambda store: store.add_ack(step, rank, world_size), _ROW_BYTES)
+
+    def record_acknowledged(self, step: int) -> None:
+        """Every rank has acknowledged a batch: it is kept for a while and then given back."""
+        self._writer.add(lambda store: store.acknowledge(step), _ROW_BYTES)
+
+    def record_state(self, key: str, value: Any) -> None:
+        """Something JSON-able that a restart needs; the latest value wins."""
+        encoded = json.dumps(value)
+        self._writer.add(lambda store: store.set_state(key, encoded), len(encoded) + _ROW_BYTES)
+
+    def record_eval(self, data: dict[str, Any]) -> None:
+        """The result of an evaluation; `env`, `step` and `version` become columns."""
+        encoded = json.dumps(data)
+        self._writer.add(lambda store: store.add_eval(data, encoded), len(encoded) + _ROW_BYTES)
+
+    def set_meta(self, key: str, value: str) -> None:
+        """Note something about the run that does not change as it goes on."""
+        self.meta[key] = value
+        self._writer.add(lambda store: store.set_meta(key, value), _ROW_BYTES)
+
+    def prune(self, env: str, low: int) -> None:
+        """Every position of an env below `low` is resolved; forget their rows."""
+        self._writer.add(lambda store: store.prune(env, low), _ROW_BYTES)
+
+    def when_durable(self, callback: Callable[[], None]) -> None:
+        """Call back on the event loop once everything recorded so far is on disk."""
+        self._writer.add(_nothing, 0, callback)
+
+    async def flush(self) -> None:
+        """Wait until everything recorded so far is on disk; raises JournalError when it cannot be."""
+        if self._writer.error is not None:
+            raise self._writer.error
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._flushes.add(future)
+        try:
+            self.when_durable(lambda: None if future.done() else future.set_result(None))
+            await future
+        finally:
+            self._flushes.discard(future)
+
+    def recover(self, *, world_size: int | None = None) -> Recovered:
+        """What a restart needs, as it was when the journal was opened; blocks while it reads the payloads."""
+        with JournalReader(self._run_dir) as reader:
+            recovered = reader.recover(world_size=world_size)
+        if recovered.damaged:
+            damaged = recovered.damaged
+            self._writer.add(lambda store: store.forget_damaged(damaged), _ROW_BYTES)
+        return recovered
+
+    def load_batch(self, step: int) -> Batch | None:
+        """A kept batch, read back from disk; blocks, so call it in a thread."""
+        with JournalReader(self._run_dir) as reader:
+            return reader.batch(step)
+
+    def close(self) -> None:
+        """Commit the rest, fold the WAL into the database, release the lock; blocks."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self._writer.close()
+            self._store.tidy(force=True)
+        finally:
+            self._store.close()
+            self._lock.close()
+
+    async def aclose(self) -> None:
+        """`close` without blocking the event loop."""
+        await asyncio.to_thread(self.close)
+
+    def _fail_flushes(self, error: JournalError) -> None:
+        for future in self._flushes:
+            if not future.done():
+                future.set_exception(error)
+
+
+def _nothing(store: JournalStore) -> None:
+    """Records nothing; only its place in the order counts."""

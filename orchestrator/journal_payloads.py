@@ -1,0 +1,237 @@
+"""Payload files: where the arrays and transcripts of recorded groups lie.
+
+A payload is one run of bytes, little-endian: lengths (int32), rewards, advantages (float32), tokens (int32),
+logprobs (float32), mask (uint8), transcript; the group's row knows the file, the offset and a CRC-32 of it.
+Payloads are appended to numbered files ("segments") that are never written again once closed, and a segment is
+deleted when no row refers to it any more, so space is given back without moving data. They are files of
+their own rather than SQLite blobs because the way through the WAL and the checkpoint costs ten times the CPU.
+
+Appending does not reach the disk by itself: `sync` does, and the caller runs it before it makes rows durable.
+"""
+
+import os
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from orchestrator.group import Group, TrainTask
+
+SEGMENT_BYTES = 64 * 1024 * 1024
+_IOV_MAX = 1024
+
+RAW, ZLIB = 0, 1
+"""Codecs of a payload."""
+
+
+class DamagedPayloadError(Exception):
+    """A payload that is missing, short or does not have its checksum."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a payload lies."""
+
+    segment: int
+    offset: int
+    bytes: int
+    codec: int
+    crc32: int
+
+
+def parts_of(group: Group) -> list[memoryview]:
+    """The pieces of a group's payload in their order; large arrays are not copied."""
+    arrays = (
+        np.asarray(group.lengths, dtype="<i4"),
+        np.ascontiguousarray(group.rewards, dtype="<f4"),
+        np.ascontiguousarray(group.advantages, dtype="<f4"),
+        np.ascontiguousarray(group.tokens, dtype="<i4"),
+        np.ascontiguousarray(group.logprobs, dtype="<f4"),
+        np.ascontiguousarray(group.mask, dtype="u1"),
+    )
+    parts = [array.data.cast("B") for array in arrays if array.size]
+    if group.transcript:
+        parts.append(memoryview(group.transcript))
+    return parts
+
+
+def group_from(
+    payload: bytearray,
+    task: TrainTask,
+    *,
+    version: int,
+    version_end: int,
+    rollouts: int,
+    sequences: int,
+    tokens: int,
+) -> Group:
+    """The group whose payload this is; its arrays are views on it."""
+    small, large = 4 * sequences, 4 * tokens
+    end = 3 * small + 2 * large + tokens
+    lengths = np.frombuffer(payload, "<i4", sequences)
+    return Group(
+        task=task,
+        version=version,
+        version_end=version_end,
+        rollouts=rollouts,
+        lengths=tuple(lengths.tolist()),
+        rewards=np.frombuffer(payload, "<f4", sequences, small),
+        advantages=np.frombuffer(payload, "<f4", sequences, 2 * small),
+        tokens=np.frombuffer(payload, "<i4", tokens, 3 * small),
+        logprobs=np.frombuffer(payload, "<f4", tokens, 3 * small + large),
+        mask=np.frombuffer(payload, "u1", tokens, 3 * small + 2 * large),
+        transcript=bytes(memoryview(payload)[end:]),
+    )
+
+
+def segment_path(directory: Path, segment: int) -> Path:
+    return directory / f"{segment:08d}.bin"
+
+
+def segments_in(directory: Path) -> Iterator[int]:
+    """Numbers of the segments that exist."""
+    for path in directory.glob("*.bin"):
+        if path.stem.isdigit():
+            yield int(path.stem)
+
+
+def read_stored(directory: Path, place: Place) -> bytearray:
+    """The bytes of a payload as they are stored, checked; raises DamagedPayloadError."""
+    data = bytearray(place.bytes)
+    try:
+        with segment_path(directory, place.segment).open("rb", buffering=0) as file:
+            file.seek(place.offset)
+            view, got = memoryview(data), 0
+            while got < place.bytes and (count := file.readinto(view[got:])):
+                got += count
+    except FileNotFoundError as error:
+        raise DamagedPayloadError(f"segment {place.segment} is missing") from error
+    if got < place.bytes or zlib.crc32(data) != place.crc32:
+        raise DamagedPayloadError(f"segment {place.segment} is damaged at {place.offset}")
+    return data
+
+
+def read_payload(directory: Path, place: Place) -> bytearray:
+    """The bytes of a payload, checked and decompressed; raises DamagedPayloadError."""
+    data = read_stored(directory, place)
+    return bytearray(zlib.decompress(data)) if place.codec == ZLIB else data
+
+
+class PayloadWriter:
+    """Appends payloads. Not thread-safe; owned by the journal's writer thread."""
+
+    def __init__(self, directory: Path, *, compress: int = 0, segment_bytes: int = SEGMENT_BYTES) -> None:
+        self._directory = directory
+        self._compress = compress
+        self._segment_bytes = segment_bytes
+        directory.mkdir(exist_ok=True)
+        # A segment of an earlier run may end in bytes that no row knows of, so it is never appended to.
+        self._segment = max(segments_in(directory), default=0)
+        self._fd = -1
+        self._end = 0
+        self._buffers: list[memoryview] = []
+        self._unsynced: list[int] = []
+        self._new_names = False
+
+    @property
+    def segment(self) -> int:
+        """The segment that is being written; it must not be deleted."""
+        return self._segment
+
+    @property
+    def open(self) -> bool:
+        """Whether the segment is this writer's own, not one that an earlier run left."""
+        return self._fd >= 0
+
+    def add(self, parts: Sequence[memoryview]) -> Place:
+        """Line a payload up for the next `write`."""
+        if self._fd < 0 or (self._end >= self._segment_bytes and not self._buffers):
+            self._next_segment()
+        codec = RAW
+        if self._compress:
+            parts, codec = [memoryview(zlib.compress(b"".join(parts), self._compress))], ZLIB
+        return self._append(parts, codec)
+
+    def move(self, place: Place) -> Place:
+        """Line an existing payload up again, as it is, so that its old segment can go."""
+        if self._fd < 0:
+            self._next_segment()
+        return self._append([memoryview(read_stored(self._directory, place))], place.codec)
+
+    def _append(self, parts: Sequence[memoryview], codec: int) -> Place:
+        crc, size = 0, 0
+        for part in parts:
+            crc = zlib.crc32(part, crc)
+            size += part.nbytes
+        place = Place(self._segment, self._end, size, codec, crc)
+        self._buffers.extend(parts)
+        self._end += size
+        return place
+
+    def write(self) -> None:
+        """Write what was added; on OSError nothing of it counts and `discard` makes that true on disk too."""
+        buffers = list(self._buffers)
+        start = 0
+        while start < len(buffers):
+            count = os.writev(self._fd, buffers[start : start + _IOV_MAX])
+            while start < len(buffers) and count >= buffers[start].nbytes:
+                count -= buffers[start].nbytes
+                start += 1
+            if count:
+                buffers[start] = buffers[start][count:]
+
+    def keep(self) -> None:
+        """What was written is now referred to."""
+        self._buffers.clear()
+
+    def discard(self) -> None:
+        """Forget what was added since the last `keep`, and what of it was written."""
+        start = self._end - sum(buffer.nbytes for buffer in self._buffers)
+        if self._fd >= 0:
+            os.ftruncate(self._fd, start)
+            os.lseek(self._fd, start, os.SEEK_SET)
+        self._end = start
+        self.keep()
+
+    def sync(self) -> None:
+        """Bring every payload written so far to disk."""
+        for fd in self._unsynced:
+            os.fdatasync(fd)
+            os.close(fd)
+        self._unsynced.clear()
+        if self._fd >= 0:
+            os.fdatasync(self._fd)
+        if self._new_names:
+            directory = os.open(self._directory, os.O_RDONLY)
+            try:
+                os.fsync(directory)
+            finally:
+                os.close(directory)
+            self._new_names = False
+
+    def size_of(self, segment: int) -> int:
+        """Bytes that a segment takes on disk."""
+        return (
+            self._end if segment == self._segment else segment_path(self._directory, segment).stat().st_size
+        )
+
+    def delete(self, segment: int) -> None:
+        """Give a segment's space back."""
+        segment_path(self._directory, segment).unlink(missing_ok=True)
+
+    def close(self) -> None:
+        for fd in [*self._unsynced, self._fd]:
+            if fd >= 0:
+                os.close(fd)
+        self._unsynced.clear()
+        self._fd = -1
+
+    def _next_segment(self) -> None:
+        path = segment_path(self._directory, self._segment + 1)
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        if self._fd >= 0:
+            self._unsynced.append(self._fd)
+        self._segment += 1
+        self._fd, self._end, self._new_names = fd, 0, True

@@ -1,0 +1,255 @@
+"""Reading a journal: what a restart recovers, and what people look at while or after a run.
+
+Owns a connection that can change nothing, so it may be used beside a running orchestrator. A group whose payload
+is damaged (possible only after a power cut, and only for groups that are in no batch) is reported, not raised.
+"""
+
+import json
+import sqlite3
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, ClassVar, Self
+
+from orchestrator.errors import JournalError
+from orchestrator.group import Batch, Group, TrainTask
+from orchestrator.journal_payloads import DamagedPayloadError, Place, group_from, read_payload
+from orchestrator.journal_schema import DATABASE, DIRECTORY, PAYLOADS, open_for_reading
+
+
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    """All that a restart needs.
+
+    `groups` are finished and in no batch, in the order in which they were recorded. `batches` are formed and not
+    acknowledged by every rank, plus the kept acknowledged ones, in step order; `acknowledged` names the steps
+    of the latter, `acks` the ranks that acknowledged each of the former. `resolved` has, per env, the position
+    below which everything is resolved, and the resolved positions above it. `damaged` groups are lost: their
+    tasks are not resolved and will be asked again.
+    """
+
+    groups: list[Group] = field(default_factory=list)
+    batches: list[Batch] = field(default_factory=list)
+    acknowledged: frozenset[int] = frozenset()
+    acks: dict[int, frozenset[int]] = field(default_factory=dict)
+    resolved: dict[str, tuple[int, list[int]]] = field(default_factory=dict)
+    state: dict[str, Any] = field(default_factory=dict)
+    counters: dict[str, dict[str, int]] = field(default_factory=dict)
+    last_step: int = 0
+    last_acknowledged: int = 0
+    damaged: list[str] = field(default_factory=list)
+
+    @property
+    def empty(self) -> bool:
+        """Whether the run had not got anywhere yet."""
+        return not (self.groups or self.last_step or self.resolved or self.state)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRow:
+    """One row of the `groups` table, without its payload."""
+
+    task: TrainTask
+    place: Place
+    seq: int
+    version: int
+    version_end: int
+    rollouts: int
+    sequences: int
+    tokens: int
+    reward: float
+    finished_at: float
+    step: int | None
+
+    COLUMNS: ClassVar[str] = (
+        "env, split, task_index, epoch, position, segment, offset, bytes, codec, crc32, seq, version, version_end,"
+        " rollouts, sequences, tokens, reward, finished_at, step"
+    )
+
+    @classmethod
+    def from_sql(cls, row: tuple[Any, ...]) -> "GroupRow":
+        """A row selected with COLUMNS."""
+        return cls(TrainTask(*row[:5]), Place(*row[5:10]), *row[10:])
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRow:
+    """One row of the `batches` table; `envs` has groups, sequences, tokens and mean reward per env."""
+
+    step: int
+    version: int
+    groups: int
+    sequences: int
+    tokens: int
+    reward: float
+    formed_at: float
+    acknowledged_at: float | None
+    kept: bool
+    envs: dict[str, dict[str, float]]
+
+
+class JournalReader:
+    """Looks into the journal of a run directory."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._path = run_dir / DIRECTORY / DATABASE
+        self._payloads = run_dir / DIRECTORY / PAYLOADS
+        self._connection = open_for_reading(self._path)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def meta(self) -> dict[str, str]:
+        """What was noted about the run: its id, when it began, what the service added."""
+        return dict(self._rows("SELECT key, value FROM meta"))
+
+    def states(self) -> dict[str, Any]:
+        """The latest value of every recorded state."""
+        return {key: json.loads(value) for key, value in self._rows("SELECT key, value FROM states")}
+
+    def counters(self) -> dict[str, dict[str, int]]:
+        """Per env, how many groups and tasks ended how."""
+        counters: dict[str, dict[str, int]] = {}
+        for env, what, n in self._rows("SELECT env, what, n FROM counters ORDER BY env, what"):
+            counters.setdefault(env, {})[what] = n
+        return counters
+
+    def batches(self, *, last: int | None = None) -> list[BatchRow]:
+        """The batches formed so far in step order, or the last few of them."""
+        rows = self._rows(
+            "SELECT step, version, groups, sequences, tokens, reward, formed_at, acknowledged_at, kept, envs"
+            " FROM batches ORDER BY step DESC LIMIT ?",
+            -1 if last is None else last,
+        )
+        columns: list[tuple[Any, ...]] = [(*row[:8], bool(row[8]), json.loads(row[9])) for row in rows]
+        return [BatchRow(*row) for row in reversed(columns)]
+
+    def evals(self, *, last: int | None = None) -> list[dict[str, Any]]:
+        """Recorded evaluations, oldest first, or the last few of them."""
+        rows = self._rows("SELECT data, at FROM evals ORDER BY id DESC LIMIT ?", -1 if last is None else last)
+        return [{**json.loads(data), "at": at} for data, at in rows][::-1]
+
+    def group_rows(
+        self,
+        *,
+        env: str | None = None,
+        step: int | None = None,
+        queued: bool = False,
+        newest_first: bool = False,
+    ) -> Iterator[GroupRow]:
+        """Recorded groups that still have their payload, without reading it."""
+        conditions, arguments = ["1"], list[object]()
+        if env is not None:
+            conditions.append("env = ?")
+            arguments.append(env)
+        if step is not None:
+            conditions.append("step = ?")
+            arguments.append(step)
+        if queued:
+            conditions.append("step IS NULL")
+        order = "seq DESC" if newest_first else "step, slot, seq" if step is not None else "seq"
+        # Only the fixed texts above are joined; values are bound.
+        query = f"SELECT {GroupRow.COLUMNS} FROM groups WHERE {' AND '.join(conditions)} ORDER BY {order}"  # noqa: S608
+        for row in self._rows(query, *arguments):
+            yield GroupRow.from_sql(row)
+
+    def group(self, row: GroupRow) -> Group:
+        """A group with its arrays and transcript; raises DamagedPayloadError."""
+        return group_from(
+            read_payload(self._payloads, row.place),
+            row.task,
+            version=row.version,
+            version_end=row.version_end,
+            rollouts=row.rollouts,
+            sequences=row.sequences,
+            tokens=row.tokens,
+        )
+
+    def groups(self, *, env: str | None = None, step: int | None = None) -> Iterator[Group]:
+        """Recorded groups with their transcripts, oldest first; those that a running orchestrator gives back are left out."""
+        for row in self.group_rows(env=env, step=step):
+            try:
+                yield self.group(row)
+            except DamagedPayloadError:
+                continue
+
+    def batch(self, step: int) -> Batch | None:
+        """A formed batch whose groups are still kept, the same as it was formed; None when there is none."""
+        found = self._rows("SELECT version, groups FROM batches WHERE step = ? AND kept", step)
+        if not found:
+            return None
+        version, count = found[0]
+        try:
+            groups = tuple(self.group(row) for row in self.group_rows(step=step))
+        except DamagedPayloadError as error:
+            raise JournalError(f"{self._path}: batch {step} cannot be read: {error}") from error
+        if len(groups) != count:
+            raise JournalError(f"{self._path}: batch {step} has {len(groups)} of its {count} groups")
+        return Batch(step, version, groups)
+
+    def recover(self, *, world_size: int | None = None) -> Recovered:
+        """What a restart needs; acknowledgements given under another world size do not count."""
+        groups, damaged = list[Group](), list[str]()
+        for row in self.group_rows(queued=True):
+            try:
+                groups.append(self.group(row))
+            except DamagedPayloadError:
+                damaged.append(row.task.key)
+        kept = list(
+            self._rows("SELECT step, acknowledged_at IS NOT NULL FROM batches WHERE kept ORDER BY step")
+        )
+        batches = [batch for step, _ in kept if (batch := self.batch(step)) is not None]
+        (last_step, last_acknowledged), *_ = self._rows(
+            "SELECT coalesce(max(step), 0), coalesce(max(step) FILTER (WHERE acknowledged_at IS NOT NULL), 0) FROM batches"
+        )
+        return Recovered(
+            groups=groups,
+            batches=batches,
+            acknowledged=frozenset(step for step, acknowledged in kept if acknowledged),
+            acks=self._acks(world_size),
+            resolved=self._resolved(set(damaged)),
+            state=self.states(),
+            counters=self.counters(),
+            last_step=last_step,
+            last_acknowledged=last_acknowledged,
+            damaged=damaged,
+        )
+
+    def _acks(self, world_size: int | None) -> dict[int, frozenset[int]]:
+        acks: dict[int, set[int]] = {}
+        for step, rank, size in self._rows(
+            "SELECT step, rank, world_size FROM acks JOIN batches USING (step) WHERE acknowledged_at IS NULL"
+        ):
+            if world_size is None or size == world_size:
+                acks.setdefault(step, set()).add(rank)
+        return {step: frozenset(ranks) for step, ranks in acks.items()}
+
+    def _resolved(self, damaged: set[str]) -> dict[str, tuple[int, list[int]]]:
+        resolved: dict[str, tuple[int, list[int]]] = {}
+        for env, position in self._rows("SELECT env, position FROM low_water"):
+            resolved[env] = (position, [])
+        lost = {
+            (row.task.env, row.task.position)
+            for row in self.group_rows(queued=True)
+            if row.task.key in damaged
+        }
+        for env, position in self._rows("SELECT env, position FROM resolved ORDER BY env, position"):
+            if (env, position) not in lost:
+                resolved.setdefault(env, (0, []))[1].append(position)
+        return resolved
+
+    def _rows(self, query: str, *arguments: object) -> list[tuple[Any, ...]]:
+        # All at once: a read that stays open would keep a running orchestrator from folding its WAL.
+        try:
+            return self._connection.execute(query, arguments).fetchall()
+        except sqlite3.Error as error:
+            raise JournalError(f"{self._path}: cannot be read: {error}") from error

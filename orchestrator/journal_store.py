@@ -1,0 +1,308 @@
+"""The journal's writing side: what each record does to the tables and the payload files.
+
+Synchronous and single-threaded. A transaction is `begin`, any number of records, then `commit` or `rollback`;
+payloads are written before the rows that refer to them become visible. `commit(sync=True)` returns when all
+of it is on disk (payloads first, then the WAL), so that not even a power cut takes it back; without `sync`
+it survives the death of the process. Space is given back here: the groups of acknowledged batches beyond
+the kept ones are deleted, with every segment that nothing refers to any more.
+"""
+
+import json
+import sqlite3
+import time
+from collections import Counter
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from orchestrator.errors import JournalError
+from orchestrator.group import Batch, Group
+from orchestrator.journal_payloads import (
+    SEGMENT_BYTES,
+    DamagedPayloadError,
+    PayloadWriter,
+    Place,
+    parts_of,
+    segments_in,
+)
+from orchestrator.journal_schema import DATABASE, DIRECTORY, PAYLOADS, open_for_writing
+
+CHECKPOINT_BYTES = 16 * 1024 * 1024
+"""Size of the WAL at which it is folded into the database."""
+
+
+class JournalStore:
+    """Applies records to one run directory, which the caller has locked."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        *,
+        keep_batches: int,
+        compress: int = 0,
+        fsync: bool = True,
+        segment_bytes: int = SEGMENT_BYTES,
+    ) -> None:
+        directory = run_dir / DIRECTORY
+        directory.mkdir(exist_ok=True)
+        self._path = directory / DATABASE
+        self._wal = directory / f"{DATABASE}-wal"
+        self._keep_batches = keep_batches
+        self._fsync = fsync
+        self._connection = open_for_writing(self._path)
+        try:
+            self._payloads = PayloadWriter(
+                directory / PAYLOADS, compress=compress, segment_bytes=segment_bytes
+            )
+            # Bytes per segment that rows refer to. A segment that none refers to is an uncommitted rest.
+            self._live: dict[int, int] = dict.fromkeys(segments_in(directory / PAYLOADS), 0)
+            self._live.update(
+                self._connection.execute("SELECT segment, sum(bytes) FROM groups GROUP BY segment")
+            )
+            self._delete_dead()
+        except (OSError, sqlite3.Error) as error:
+            self._connection.close()
+            raise JournalError(f"{self._path}: cannot be used: {error}") from error
+        self._segment_bytes = segment_bytes
+        self._counted: Counter[tuple[str, str]] = Counter()
+        self._changed: Counter[int] = Counter()
+        self._now = 0.0
+        self._next_checkpoint_bytes = CHECKPOINT_BYTES
+
+    def begin(self, *, sync: bool) -> None:
+        """Start a transaction; `sync` as its commit will have it."""
+        self._connection.execute(f"PRAGMA synchronous = {'FULL' if sync and self._fsync else 'NORMAL'}")
+        self._connection.execute("BEGIN IMMEDIATE")
+        self._now = time.time()
+
+    def add_group(self, group: Group) -> None:
+        place = self._payloads.add(parts_of(group))
+        task = group.task
+        self._connection.execute(
+            "INSERT INTO groups (id, env, split, position, task_index, epoch, version, version_end, rollouts, sequences,"
+            " tokens, reward, finished_at, segment, offset, bytes, transcript_bytes, codec, crc32)"
+            " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            (
+                group.id,
+                task.env,
+                task.split,
+                task.position,
+                task.index,
+                task.epoch,
+                group.version,
+                group.version_end,
+                group.rollouts,
+                group.size,
+                len(group.tokens),
+                float(group.rewards.mean()),
+                self._now,
+                place.segment,
+                place.offset,
+                place.bytes,
+                len(group.transcript),
+                place.codec,
+                place.crc32,
+            ),
+        )
+        self._changed[place.segment] += place.bytes
+        self.add_task(task.env, task.position, "finished")
+
+    def add_task(self, env: str, position: int, outcome: str) -> None:
+        self._connection.execute("INSERT OR IGNORE INTO resolved VALUES (?, ?, ?)", (env, position, outcome))
+        self._counted[env, outcome] += 1
+
+    def evict_group(self, group_id: str, env: str, reason: str) -> None:
+        for segment, size in self._connection.execute(
+            "DELETE FROM groups WHERE id = ? AND step IS NULL RETURNING segment, bytes", (group_id,)
+        ).fetchall():
+            self._changed[segment] -= size
+            self._counted[env, f"evicted: {reason}"] += 1
+
+    def forget_damaged(self, group_ids: Collection[str]) -> None:
+        """Delete groups whose payload a power cut took, so that their tasks count as not done."""
+        for group_id in group_ids:
+            for env, position, segment, size in self._connection.execute(
+                "DELETE FROM groups WHERE id = ? AND step IS NULL RETURNING env, position, segment, bytes",
+                (group_id,),
+            ).fetchall():
+                self._connection.execute(
+                    "DELETE FROM resolved WHERE env = ? AND position = ?", (env, position)
+                )
+                self._changed[segment] -= size
+                self._counted[env, "damaged"] += 1
+
+    def add_batch(self, batch: Batch) -> None:
+        for slot, group in enumerate(batch.groups):
+            changed = self._connection.execute(
+                "UPDATE groups SET step = ?, slot = ? WHERE id = ? AND step IS NULL",
+                (batch.step, slot, group.id),
+            ).rowcount
+            if changed != 1:
+                raise JournalError(
+                    f"batch {batch.step}: group {group.id} is not recorded, or is in a batch already"
+                )
+            self._counted[group.env, "batched"] += 1
+        shares = _shares(batch)
+        sequences = batch.size
+        reward = sum(share["reward"] * share["sequences"] for share in shares.values()) / max(sequences, 1)
+        tokens = sum(len(group.tokens) for group in batch.groups)
+        self._connection.execute(
+            "INSERT INTO batches (step, version, groups, sequences, tokens, reward, envs, formed_at)"
+            " VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+            (
+                batch.step,
+                batch.version,
+                len(batch.groups),
+                sequences,
+                tokens,
+                reward,
+                json.dumps(shares),
+                self._now,
+            ),
+        )
+
+    def add_ack(self, step: int, rank: int, world_size: int) -> None:
+        self._connection.execute(
+            "INSERT OR REPLACE INTO acks VALUES (?, ?, ?, ?)", (step, rank, world_size, self._now)
+        )
+
+    def acknowledge(self, step: int) -> None:
+        """Every rank has acknowledged the batch: give back the groups of those beyond the kept ones."""
+        self._connection.execute(
+            "UPDATE batches SET acknowledged_at = ? WHERE step = ? AND acknowledged_at IS NULL",
+            (self._now, step),
+        )
+        beyond = self._connection.execute(
+            "SELECT step FROM batches WHERE kept AND acknowledged_at IS NOT NULL ORDER BY step DESC LIMIT -1 OFFSET ?",
+            (self._keep_batches,),
+        ).fetchall()
+        for (old,) in beyond:
+            for segment, size in self._connection.execute(
+                "SELECT segment, sum(bytes) FROM groups WHERE step = ? GROUP BY segment", (old,)
+            ).fetchall():
+                self._changed[segment] -= size
+            self._connection.execute("DELETE FROM groups WHERE step = ?", (old,))
+            self._connection.execute("DELETE FROM acks WHERE step = ?", (old,))
+            self._connection.execute("UPDATE batches SET kept = 0 WHERE step = ?", (old,))
+
+    def prune(self, env: str, low: int) -> None:
+        """Everything of an env below `low` is resolved: one number says so instead of a row each."""
+        self._connection.execute(
+            "INSERT INTO low_water VALUES (?, ?) ON CONFLICT DO UPDATE SET position = max(position, excluded.position)",
+            (env, low),
+        )
+        self._connection.execute("DELETE FROM resolved WHERE env = ? AND position < ?", (env, low))
+
+    def set_state(self, key: str, value: str) -> None:
+        self._connection.execute("INSERT OR REPLACE INTO states VALUES (?, ?, ?)", (key, value, self._now))
+
+    def set_meta(self, key: str, value: str) -> None:
+        self._connection.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, value))
+
+    def add_eval(self, data: dict[str, Any], encoded: str) -> None:
+        self._connection.execute(
+            "INSERT INTO evals (env, step, version, at, data) VALUES (?, ?, ?, ?, ?)",
+            (data.get("env"), data.get("step"), data.get("version"), self._now, encoded),
+        )
+
+    def commit(self, *, sync: bool) -> None:
+        """End the transaction; see the module's docstring for what `sync` promises."""
+        self._payloads.write()
+        for (env, what), n in self._counted.items():
+            self._connection.execute(
+                "INSERT INTO counters VALUES (?, ?, ?) ON CONFLICT DO UPDATE SET n = n + excluded.n",
+                (env, what, n),
+            )
+        if sync and self._fsync:
+            self._payloads.sync()
+        self._connection.execute("COMMIT")
+        self._payloads.keep()
+        for segment, change in self._changed.items():
+            self._live[segment] = self._live.get(segment, 0) + change
+        self._clear()
+        self._delete_dead()
+
+    def rollback(self) -> None:
+        """Undo the transaction, on disk too."""
+        if self._connection.in_transaction:
+            self._connection.execute("ROLLBACK")
+        self._payloads.discard()
+        self._clear()
+
+    def tidy(self, *, force: bool = False) -> None:
+        """Between transactions: move the last payloads out of old segments, fold a long WAL into the database."""
+        self._compact()
+        if force or self._wal_bytes() > self._next_checkpoint_bytes:
+            # The checkpoint makes rows durable, so the payloads that they refer to go to disk first.
+            if self._fsync:
+                self._payloads.sync()
+            # TRUNCATE leaves an empty WAL: whatever is torn off a later one, the rest is a consistent prefix.
+            # Somebody who reads meanwhile prevents it; then the WAL grows and this is tried again, without waiting.
+            self._connection.execute("PRAGMA busy_timeout = 0")
+            busy, *_ = self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+            self._connection.execute("PRAGMA busy_timeout = 5000")
+            self._next_checkpoint_bytes = CHECKPOINT_BYTES + (self._wal_bytes() if busy else 0)
+
+    def _compact(self) -> None:
+        """Rewrite what is left in the oldest segment when most of the disk space holds nothing that is needed.
+
+        A group that waits for long would keep its whole segment otherwise.
+        """
+        if len(self._live) < 4:
+            return
+        current = self._payloads.segment
+        sizes = {segment: self._payloads.size_of(segment) for segment in self._live if segment != current}
+        if sum(sizes.values()) <= 4 * sum(self._live.values()) + 2 * self._segment_bytes:
+            return
+        oldest = min(sizes, key=lambda segment: self._live[segment] / max(sizes[segment], 1))
+        self.begin(sync=True)
+        try:
+            for seq, *place in self._connection.execute(
+                "SELECT seq, segment, offset, bytes, codec, crc32 FROM groups WHERE segment = ?", (oldest,)
+            ).fetchall():
+                new = self._payloads.move(Place(*place))
+                self._connection.execute(
+                    "UPDATE groups SET segment = ?, offset = ? WHERE seq = ?", (new.segment, new.offset, seq)
+                )
+                self._changed[oldest] -= new.bytes
+                self._changed[new.segment] += new.bytes
+            self.commit(sync=True)
+        except (OSError, sqlite3.Error, DamagedPayloadError):
+            self.rollback()
+            raise
+
+    def _delete_dead(self) -> None:
+        for segment in [segment for segment, live in self._live.items() if live <= 0]:
+            if segment != self._payloads.segment or not self._payloads.open:
+                del self._live[segment]
+                self._payloads.delete(segment)
+
+    def close(self) -> None:
+        try:
+            self._connection.close()
+        finally:
+            self._payloads.close()
+
+    def _wal_bytes(self) -> int:
+        try:
+            return self._wal.stat().st_size
+        except FileNotFoundError:
+            return 0
+
+    def _clear(self) -> None:
+        self._counted.clear()
+        self._changed.clear()
+
+
+def _shares(batch: Batch) -> dict[str, dict[str, float]]:
+    """What each env has in a batch."""
+    shares: dict[str, dict[str, float]] = {}
+    for group in batch.groups:
+        share = shares.setdefault(group.env, {"groups": 0, "sequences": 0, "tokens": 0, "reward": 0.0})
+        share["groups"] += 1
+        share["sequences"] += group.size
+        share["tokens"] += len(group.tokens)
+        share["reward"] += float(group.rewards.sum())
+    for share in shares.values():
+        share["reward"] /= share["sequences"]
+    return shares

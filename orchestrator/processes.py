@@ -1,0 +1,160 @@
+"""Child processes that never outlive us, and whose end is seen at once.
+
+A child gets its own session, its output goes to a log file, and one line (its instructions) to its standard
+input, which then stays open as the lifeline that tells it that we live; children that set the parent-death
+signal are killed by the kernel even when we die by SIGKILL. Its exit is an event on its process descriptor,
+not a poll. Stopping is SIGTERM, a grace period, SIGKILL of the whole process group, and a bounded wait; what
+a child leaves behind in its group is killed when it exits.
+Must be used from the main thread: the parent-death signal follows the thread that started the child.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+import structlog
+
+log = structlog.get_logger()
+
+KILL_WAIT_S = 10.0
+"""How long the kernel may take to end a process after SIGKILL."""
+
+_TAIL_BYTES = 16 * 1024
+_LOG_BYTES = 64 * 1024 * 1024
+
+
+class ChildProcess:
+    """One child from its start to its end; `exited` gets its return code (negative: the signal)."""
+
+    def __init__(
+        self,
+        argv: Sequence[str],
+        *,
+        first_line: bytes,
+        log_path: Path,
+        environ: Mapping[str, str] | None = None,
+    ) -> None:
+        """Start it; OSError when it cannot be started at all."""
+        self._loop = asyncio.get_running_loop()
+        self.exited: asyncio.Future[int] = self._loop.create_future()
+        self._log_path = log_path
+        with _open_log(log_path) as out:
+            self._log_start = out.tell()
+            self._popen = subprocess.Popen(
+                argv,
+                stdin=subprocess.PIPE,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env=None if environ is None else dict(environ),
+                start_new_session=True,
+            )
+        self.pid = self._popen.pid
+        self._pidfd = _open_pidfd(self.pid)
+        if self._pidfd is not None:
+            self._loop.add_reader(self._pidfd, self._on_exit)
+        else:
+            threading.Thread(target=self._wait_in_thread, name=f"wait-{self.pid}", daemon=True).start()
+        self._write(first_line)
+
+    @property
+    def running(self) -> bool:
+        return not self.exited.done()
+
+    def log_tail(self, lines: int = 20) -> str:
+        """The last lines that this child wrote."""
+        try:
+            with self._log_path.open("rb") as file:
+                end = file.seek(0, os.SEEK_END)
+                file.seek(max(self._log_start, end - _TAIL_BYTES))
+                text = file.read().decode(errors="replace")
+        except OSError:
+            return ""
+        return "\n".join(text.splitlines()[-lines:])
+
+    def kill(self) -> None:
+        """SIGKILL to the whole group, at once."""
+        if self.running:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)
+
+    async def stop(self, *, grace_s: float) -> int | None:
+        """End the child within `grace_s` plus a bounded wait; its return code, None if even SIGKILL did not help."""
+        try:
+            if self.running and grace_s > 0:
+                with contextlib.suppress(ProcessLookupError):
+                    self._popen.send_signal(signal.SIGTERM)
+                await asyncio.wait([self.exited], timeout=grace_s)
+        finally:
+            # Also when cancelled while waiting: a child must not survive its owner.
+            self.kill()
+        await asyncio.wait([self.exited], timeout=KILL_WAIT_S)
+        if self.running:
+            log.error("process.unkillable", pid=self.pid)
+            return None
+        return self.exited.result()
+
+    def _write(self, line: bytes) -> None:
+        """Hand over the instructions; a child that died already is reported by its exit."""
+        assert self._popen.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._popen.stdin.write(line)
+            self._popen.stdin.flush()
+
+    def _on_exit(self) -> None:
+        """The child ended; called once, on the loop."""
+        if self._pidfd is not None:
+            self._loop.remove_reader(self._pidfd)
+            os.close(self._pidfd)
+            self._pidfd = None
+        # Before the child is reaped its id cannot be taken by another group.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+        code = self._popen.wait()
+        assert self._popen.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._popen.stdin.close()
+        if not self.exited.done():
+            self.exited.set_result(code)
+
+    def _wait_in_thread(self) -> None:
+        """Where there are no process descriptors, a thread waits without reaping."""
+        with contextlib.suppress(ChildProcessError):
+            os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to tell
+            self._loop.call_soon_threadsafe(self._on_exit)
+
+
+def describe_exit(code: int | None) -> str:
+    """A return code in words."""
+    if code is None:
+        return "still runs"
+    if code >= 0:
+        return f"exited with code {code}"
+    try:
+        return f"was ended by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was ended by signal {-code}"
+
+
+def _open_log(path: Path) -> BinaryIO:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(FileNotFoundError):
+        # A server that is restarted for ever must not fill the disk with its last words.
+        if path.stat().st_size > _LOG_BYTES:
+            path.replace(path.with_suffix(".old.log"))
+    file = path.open("ab")
+    file.seek(0, os.SEEK_END)
+    return file
+
+
+def _open_pidfd(pid: int) -> int | None:
+    try:
+        return os.pidfd_open(pid)
+    except (AttributeError, OSError):
+        return None

@@ -1,0 +1,347 @@
+"""A run under way: what happens when a batch is acknowledged, a version published, an evaluation finished.
+
+Holds the parts that `service` has wired and the rules between them; starts nothing by itself. Everything it knows is
+answered by `status()`; everything that a later process needs is in the journal by `save()`.
+"""
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from orchestrator.assembly import Assembly
+from orchestrator.buffer import BatchBuffer
+from orchestrator.dispatch.core import DispatchCore
+from orchestrator.dispatch.driver import Driver
+from orchestrator.dispatch.ledger import Lane, Ledger, Outcome
+from orchestrator.dispatch.staleness import Staleness
+from orchestrator.dispatch.work import PendingGroup
+from orchestrator.env import Env
+from orchestrator.evals import Evals
+from orchestrator.facts import EndpointStatus, EnvStatus, Facts, Status
+from orchestrator.group import Group
+from orchestrator.health import LoopLag
+from orchestrator.inference import InferencePool, WeightUpdateError
+from orchestrator.journal import Journal
+from orchestrator.mix import Change, CircuitBreaker
+
+log = structlog.get_logger()
+
+UPDATE_RETRY_S = 5.0
+"""Pause before a version that could not be loaded is tried again; a newer one is tried at once."""
+
+
+class Run:
+    """The parts of a run and what connects them."""
+
+    def __init__(
+        self,
+        *,
+        run_dir: Path,
+        max_steps: int | None,
+        train: Mapping[str, Env],
+        pool: InferencePool,
+        journal: Journal,
+        buffer: BatchBuffer[Group],
+        staleness: Staleness,
+        ledger: Ledger,
+        mix: CircuitBreaker,
+        facts: Facts,
+        evals: Evals,
+        clock: Callable[[], float],
+    ) -> None:
+        self.run_dir = run_dir
+        self.max_steps = max_steps
+        self.train = train
+        self.pool = pool
+        self.journal = journal
+        self.buffer = buffer
+        self.staleness = staleness
+        self.ledger = ledger
+        self.mix = mix
+        self.facts = facts
+        self.evals = evals
+        self.lag = LoopLag()
+        self.state = "starting"
+        self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        """Why the run ends, once it does."""
+        self.weights_path: str | None = None
+        self._clock = clock
+        self._published = asyncio.Event()
+        self._group_ended = asyncio.Event()
+        self._evals_file = run_dir / "evals.jsonl"
+        self.assembly: Assembly
+        self.core: DispatchCore
+        self.driver: Driver
+
+    def attach(self, *, assembly: Assembly, core: DispatchCore, driver: Driver) -> None:
+        """The parts that need this object's callbacks, wired right after it was made."""
+        self.assembly, self.core, self.driver = assembly, core, driver
+
+    # --- what happens ----------------------------------------------------------------------------------------------
+
+    def on_ack(self, step: int) -> None:
+        """Every rank is done with a batch."""
+        self._trained(step)
+        if self.max_steps is not None and step >= self.max_steps:
+            self.end("max_steps reached")
+
+    def on_publish(self, version: int, path: str | None) -> None:
+        """The trainer has a new version; older ones and repetitions are harmless.
+
+        It is published before its step is acknowledged, and named after it: so the step counts as trained on.
+        """
+        if version <= self.staleness.published:
+            log.info("version.ignored", version=version, newest=self.staleness.published)
+            return
+        self.staleness.published = version
+        self.weights_path = path
+        if version <= self.staleness.formed:
+            self._trained(version)
+        self.save()
+        self._published.set()
+
+    def on_trainer_done(self) -> None:
+        """The trainer wants no more batches."""
+        self.end("the trainer said it is done")
+
+    def end(self, why: str) -> None:
+        """End the run; the first reason counts."""
+        if not self.ended.done():
+            self.ended.set_result(why)
+
+    def completed(self, group: PendingGroup, now: float) -> None:
+        """A group has its rollouts."""
+        if group.lane is Lane.EVAL:
+            self._eval_completed(group, now)
+        else:
+            self.assembly.completed(group, now)
+        self._after_group()
+
+    def dropped(self, group: PendingGroup, reason: str, *, again: bool, now: float) -> None:
+        """A group ended without a result; an evaluation cut short is started again by a later process."""
+        if group.lane is Lane.TRAIN:
+            self.assembly.dropped(group, reason, again=again, now=now)
+        self._after_group()
+
+    def on_servers_changed(self) -> None:
+        """Env servers became ready, or went away."""
+        for name, env in self.train.items():
+            self.buffer.set_available(name, env.available)
+        self.assembly.form(self._clock())
+        self.on_change()
+
+    def close(self) -> None:
+        """Give up what is in flight; its tasks are asked again by a later process."""
+        now = self._clock()
+        self.core.abandon("shutdown", now)
+        self.driver.perform(now)
+
+    async def wait_idle(self) -> None:
+        """Wait until no group is open."""
+        while self.core.open_groups:
+            self._group_ended.clear()
+            await self._group_ended.wait()
+
+    def _after_group(self) -> None:
+        for transition in self.mix.drain_transitions():
+            event = "env.quarantined" if transition.change is Change.QUARANTINED else "env.restored"
+            log.warning(event, env=transition.env, acceptance=round(transition.acceptance, 3))
+        self._group_ended.set()
+        self.on_change()
+
+    def _eval_completed(self, group: PendingGroup, now: float) -> None:
+        """An evaluation task is done; the result is written when it was the last."""
+        result = self.evals.finished(group, now)
+        if result is None:
+            return
+        log.info("eval.finished", **result)
+        self.journal.record_eval(result)
+        with self._evals_file.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(result) + "\n")
+        self.save()
+
+    def trigger_evals(self) -> None:
+        """Start the evaluations that are due after the last trained step."""
+        for run in self.evals.trigger(self.staleness.trained, self.staleness.serving, self._clock()):
+            log.info("eval.started", env=run.plan.env, step=run.step, version=run.version)
+            self.driver.wake()
+
+    def on_change(self) -> None:
+        """Something that dispatch looks at has changed."""
+        self.core.stuck = self.assembly.stuck
+        self.core.paused = self.state != "running" or self.buffer.full or self.journal.full
+        self.driver.wake()
+
+    async def update_weights(self) -> None:
+        """Bring the inference servers to every published version, newest first, until cancelled."""
+        while True:
+            await self._published.wait()
+            self._published.clear()
+            version, path = self.staleness.published, self.weights_path
+            if self.staleness.mode == "drop":
+                self.core.drop_stale(self._clock())
+                self.driver.perform(self._clock())
+            try:
+                await self.pool.update_weights(version, path)
+            except WeightUpdateError as error:
+                log.error("version.not_loaded", version=version, error=str(error), retry_in_s=UPDATE_RETRY_S)
+                asyncio.get_running_loop().call_later(UPDATE_RETRY_S, self._published.set)
+                continue
+            self.staleness.serving = version
+            self.save()
+            self.trigger_evals()
+            self.on_change()
+
+    def _trained(self, step: int) -> None:
+        if step <= self.staleness.trained:
+            return
+        self.staleness.trained = step
+        self.assembly.form(self._clock())
+        self.save()
+        if self.staleness.serving == self.staleness.published:
+            self.trigger_evals()
+        self.on_change()
+
+    # --- what is known ---------------------------------------------------------------------------------------------
+
+    def save(self) -> None:
+        """Put what a later process needs into the journal; the latest wins."""
+        now = self._clock()
+        record = self.journal.record_state
+        record("version", {"published": self.staleness.published, "path": self.weights_path})
+        record("mix", self.mix.state_dict())
+        record("facts", self.facts.state_dict(now))
+        record("ledger", self.ledger.state_dict())
+        record("evals", self.evals.state_dict())
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from an earlier process; the mix says what changed in the configuration meanwhile."""
+        if "mix" in state:
+            for note in self.mix.load_state_dict(state["mix"]):
+                log.warning("mix.changed", note=note)
+        if "facts" in state:
+            self.facts.load_state_dict(state["facts"])
+        if "ledger" in state:
+            self.ledger.load_state_dict(state["ledger"])
+        if "evals" in state:
+            self.evals.load_state_dict(state["evals"])
+
+    def status(self) -> Status:
+        """The run at this moment."""
+        now = self._clock()
+        facts, staleness = self.facts, self.staleness
+        return Status(
+            state=self.state,
+            waiting_for=self.core.waiting_for,
+            step=staleness.formed,
+            max_steps=self.max_steps,
+            trained=staleness.trained,
+            version=staleness.serving,
+            published=staleness.published,
+            reward=facts.reward,
+            first_reward=facts.first_reward,
+            rollouts_per_s=facts.rate(now),
+            inflight=self.ledger.total_inflight,
+            limit=self.pool.limit,
+            queued_sequences=self.buffer.sequences,
+            queued_groups=len(self.buffer),
+            batch_size=staleness.batch_size,
+            buffer=self.assembly.explain(),
+            outcomes=self.ledger.totals(Lane.TRAIN),
+            failures=facts.failures(),
+            envs=self._env_statuses(now),
+            endpoints=[EndpointStatus(e.url, e.healthy, e.inflight, e.version) for e in self.pool.endpoints],
+            evals=self.evals.results[-20:],
+            staleness=facts.staleness_numbers(),
+            loop_lag_p99_s=self.lag.percentile(0.99),
+            journal_backlog_bytes=self.journal.backlog_bytes,
+            seconds=facts.seconds(now),
+        )
+
+    def _env_statuses(self, now: float) -> dict[str, EnvStatus]:
+        numbers = self.mix.numbers(now)
+        queued = self.buffer.queued_by_env
+        completed = {name: 0 for name in self.train}
+        for lane, name, outcome, _, n in self.ledger.rows():
+            if lane is Lane.TRAIN and outcome is Outcome.COMPLETED and name in completed:
+                completed[name] += n
+        statuses = {}
+        for name, env in self.train.items():
+            mine, facts = numbers[name], self.facts.envs[name]
+            servers = env.stats()
+            statuses[name] = EnvStatus(
+                target=mine.configured,
+                actual=self.facts.actual_share(name),
+                recent=self.facts.recent_share(name),
+                dispatched=self.ledger.dispatched[Lane.TRAIN, name],
+                inflight=self.ledger.inflight[Lane.TRAIN, name],
+                completed=completed[name],
+                emitted=facts.emitted,
+                acceptance=mine.acceptance,
+                mean_latency_s=mine.mean_latency_s or None,
+                reward=facts.reward,
+                first_reward=facts.first_reward,
+                quarantined=mine.quarantined,
+                servers_ready=env.ready_servers,
+                servers=len(servers),
+                restarts=env.restarts,
+                queued=queued.get(name, 0),
+                dropped=dict(facts.dropped),
+            )
+        return statuses
+
+    def diagnose(self) -> dict[str, Any]:
+        """What is waited for, by whom, since when."""
+        oldest = self.core.oldest_running()
+        now = self._clock()
+        return {
+            "waiting_for": self.core.waiting_for,
+            "buffer": self.assembly.explain(),
+            "inflight": self.ledger.total_inflight,
+            "oldest_rollout": None
+            if oldest is None
+            else {"task": oldest.group.task.key, "seconds": round(now - oldest.started, 1)},
+            "endpoints": {e.url: e.state.value for e in self.pool.endpoints},
+            "servers_ready": {name: env.ready_servers for name, env in self.train.items()},
+            "formed": self.staleness.formed,
+            "trained": self.staleness.trained,
+            "failures": self.facts.failures(),
+        }
+
+    def summary(self, end: str) -> dict[str, Any]:
+        """The closing record, also written to summary.json."""
+        status = self.status()
+        return {
+            "end": end,
+            "run_dir": str(self.run_dir),
+            "finished_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "steps": status.trained,
+            "version": status.version,
+            "sequences": self.facts.sequences,
+            "first_reward": status.first_reward,
+            "last_reward": status.reward,
+            "envs": {
+                name: {
+                    "first_reward": env.first_reward,
+                    "last_reward": env.reward,
+                    "target_share": env.target,
+                    "actual_share": env.actual,
+                    "sequences": env.emitted,
+                    "rollouts": env.completed,
+                    "acceptance": env.acceptance,
+                    "mean_latency_s": env.mean_latency_s,
+                    "dropped": env.dropped,
+                }
+                for name, env in status.envs.items()
+            },
+            "outcomes": status.outcomes,
+            "failures": status.failures,
+            "evals": self.evals.results,
+            "staleness": status.staleness,
+            "wall_time_s": round(status.seconds, 3),
+        }

@@ -1,0 +1,426 @@
+"""The one place that wires everything: start, serve, finish, in that order.
+
+Start: journal (which locks the run directory), environments and inference servers side by side, then the parts that
+depend on what those declared, then the trainer link and HTTP. Serve: until the steps are done, the trainer says so, a
+stop is asked for, or a part fails. Finish: start nothing new, let what runs end for a bounded time, record, tell the
+trainer; then everything is stopped in the reverse order of its start.
+"""
+
+import asyncio
+import json
+import os
+import random
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from orchestrator import blueprint
+from orchestrator.assembly import Assembly
+from orchestrator.batch_server import BatchServer
+from orchestrator.config import Config
+from orchestrator.dispatch.core import DispatchCore
+from orchestrator.dispatch.driver import Driver
+from orchestrator.dispatch.ledger import Ledger
+from orchestrator.dispatch.staleness import Staleness
+from orchestrator.env import EvalEnvs, TrainEnvs, side_by_side
+from orchestrator.errors import ConfigError, JournalError, OrchestratorError
+from orchestrator.evals import Evals
+from orchestrator.facts import Facts
+from orchestrator.health import Watchdog
+from orchestrator.http import build_app, serve_http
+from orchestrator.inference import InferencePool
+from orchestrator.journal import Journal, Recovered
+from orchestrator.local.children import LocalChildren
+from orchestrator.metrics import render_metrics
+from orchestrator.mix import build_mix
+from orchestrator.run import Run
+from orchestrator.scoring import build_advantage
+from orchestrator.source import SourceEnv, TrainSource
+
+log = structlog.get_logger()
+
+DRAIN_S = 10.0
+"""How long rollouts in flight may go on after a stop was asked for."""
+
+TELL_S = 5.0
+"""How long ranks have to hear that there are no more batches."""
+
+Clock = Callable[[], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """A started service. `stop` set: drain, save, end."""
+
+    config: Config
+    run: Run
+    journal: Journal
+    children: LocalChildren
+    train: TrainEnvs
+    evals: EvalEnvs
+    pool: InferencePool
+    server: BatchServer
+    http_address: str | None
+    journal_failed: asyncio.Future[JournalError]
+    stop: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def serve(self, *beside: Coroutine[Any, Any, None]) -> str:
+        """Run every part until the end; returns why it came. `beside` runs as long."""
+        run, config = self.run, self.config
+        run.state = "running"
+        run.on_change()
+        run.assembly.form(time.monotonic())
+        run.trigger_evals()
+        watchdog = Watchdog(
+            timeout_s=config.dispatch.stall_timeout_s,
+            exit_on_stall=config.dispatch.exit_on_stall,
+            progressed_at=lambda: run.driver.progressed,
+            all_failing_s=lambda: run.mix.all_quarantined_for(time.monotonic()),
+            diagnose=run.diagnose,
+            clock=time.monotonic,
+        )
+        parts: list[Coroutine[Any, Any, object]] = [
+            run.driver.run(),
+            run.update_weights(),
+            run.lag.run(),
+            watchdog.run(),
+            self.pool.run(),
+            self.train.run(),
+            self.evals.run(),
+            self.children.watch_server(),
+            self.children.watch_trainer(),
+            self._watch_journal(),
+            *beside,
+        ]
+        log.info(
+            "run.started", run_dir=str(config.run_dir), trainer=self.server.address, http=self.http_address
+        )
+        return await self._until_end(parts)
+
+    async def _until_end(self, parts: Sequence[Coroutine[Any, Any, object]]) -> str:
+        """The parts run in one group; the run's end, a stop or the first failure cancels them all."""
+
+        async def end() -> None:
+            stopped: asyncio.Future[Any] = asyncio.create_task(self.stop.wait())
+            try:
+                waits: list[asyncio.Future[Any]] = [self.run.ended, stopped]
+                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                stopped.cancel()
+            if not self.run.ended.done():
+                self.run.end("stopped by a signal")
+                await self._drain()
+            raise _EndOfRun
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(end(), name="end")
+                for part in parts:
+                    group.create_task(part)
+        except BaseExceptionGroup as errors:
+            if errors.subgroup(_EndOfRun) is None:
+                known = errors.subgroup(OrchestratorError)
+                raise (known or errors).exceptions[0] from None
+        return self.run.ended.result()
+
+    async def _drain(self) -> None:
+        """Open nothing new and let open groups end, for a bounded time."""
+        self.run.state = "draining"
+        self.run.on_change()
+        log.info("run.draining", open_groups=self.run.core.open_groups, at_most_s=DRAIN_S)
+        try:
+            async with asyncio.timeout(DRAIN_S):
+                await self.run.wait_idle()
+        except TimeoutError:
+            log.info("run.drain_ended", open_groups=self.run.core.open_groups)
+
+    async def finish(self, end: str) -> dict[str, Any]:
+        """Record everything, tell the trainer, write the summary."""
+        run = self.run
+        run.state = "finished"
+        run.save()
+        summary = run.summary(end)
+        await self.journal.flush()
+        if not self.stop.is_set():
+            self.server.finish(end)
+            if not await self.server.wait_told(TELL_S):
+                log.warning("trainer.not_told", reason="some ranks did not ask for another batch in time")
+        _write_json(self.config.run_dir / "summary.json", summary)
+        log.info("run.finished", end=end, steps=summary["steps"], reward=summary["last_reward"])
+        return summary
+
+    async def _watch_journal(self) -> None:
+        raise await asyncio.shield(self.journal_failed)
+
+
+class _EndOfRun(Exception):  # noqa: N818  not an error: it ends the group of parts
+    """The run is over."""
+
+
+@asynccontextmanager
+async def start_service(config: Config, *, fresh: bool = False) -> AsyncIterator[Service]:
+    """Start every part; stop them when the block is left."""
+    async with AsyncExitStack() as stack:
+        failed: asyncio.Future[JournalError] = asyncio.get_running_loop().create_future()
+        journal = await stack.enter_async_context(_open_journal(config, fresh, failed))
+        recovered = journal.recover(world_size=config.trainer.world_size)
+        weights = recovered.state.get("version", {"published": 0, "path": None})
+        children = await stack.enter_async_context(LocalChildren(config.run_dir))
+        urls = config.inference.base_urls
+        if config.local is not None:
+            urls = [
+                children.start_server(
+                    model=config.model.name, seed=config.seed, latency_s=config.local.latency_s
+                )
+            ]
+        pool = await stack.enter_async_context(
+            blueprint.build_pool(config, urls, version=weights["published"], weights_path=weights["path"])
+        )
+        train, evals = blueprint.build_train_envs(config), blueprint.build_eval_envs(config)
+        stack.push_async_callback(lambda: side_by_side([train.shutdown(), evals.shutdown()]))
+        await train.spawn()
+        await evals.spawn()
+        await _wait_ready(
+            children, [train.connect(), evals.connect(), pool.wait_ready(config.inference.ready_timeout_s)]
+        )
+        run, source = _build_run(config, journal=journal, train=train, evals=evals, pool=pool)
+        server = _build_batch_server(config, run, recovered)
+        _connect(config, run, source=source, train=train, evals=evals, offer=server.offer)
+        _restore(run, source=source, recovered=recovered, weights=weights)
+        await stack.enter_async_context(server)
+        stack.callback(run.close)
+        http_address = await _serve_http(config, stack, run)
+        if config.local is not None and config.local.trainer:
+            local = config.local
+            children.start_trainer(
+                address=server.address,
+                learning_rate=local.learning_rate,
+                world_size=config.trainer.world_size,
+            )
+        _write_json(
+            config.run_dir / "addresses.json",
+            {"pid": os.getpid(), "trainer": server.address, "http": http_address},
+        )
+        yield Service(
+            config=config,
+            run=run,
+            journal=journal,
+            children=children,
+            train=train,
+            evals=evals,
+            pool=pool,
+            server=server,
+            http_address=http_address,
+            journal_failed=failed,
+        )
+
+
+def _open_journal(config: Config, fresh: bool, failed: asyncio.Future[JournalError]) -> Journal:
+    def on_error(error: JournalError) -> None:
+        if not failed.done():
+            failed.set_result(error)
+
+    journal = Journal.open(
+        config.run_dir,
+        commit_interval_s=config.journal.commit_interval_s,
+        commit_bytes=config.journal.commit_bytes,
+        keep_batches=config.trainer.keep_batches,
+        compress=config.journal.compress_level,
+        fresh=fresh,
+        on_error=on_error,
+    )
+    if journal.moved_aside is not None:
+        log.warning("journal.moved_aside", to=str(journal.moved_aside))
+    return journal
+
+
+async def _wait_ready(children: LocalChildren, waits: Sequence[Coroutine[Any, Any, None]]) -> None:
+    """Wait for all neighbours side by side; a policy server that dies meanwhile ends the wait."""
+    watch = asyncio.create_task(children.watch_server())
+    ready = asyncio.create_task(side_by_side(waits))
+    try:
+        await asyncio.wait(
+            [ready, watch] if children.has_server else [ready], return_when=asyncio.FIRST_COMPLETED
+        )
+        if children.has_server and watch.done():
+            await watch
+        await ready
+    finally:
+        for waiting in (watch, ready):
+            waiting.cancel()
+        await asyncio.wait([watch, ready])
+
+
+def _build_run(
+    config: Config, *, journal: Journal, train: TrainEnvs, evals: EvalEnvs, pool: InferencePool
+) -> tuple[Run, TrainSource]:
+    now = time.monotonic()
+    targets = blueprint.build_targets(config, train)
+    ledger = Ledger()
+    staleness = Staleness(
+        batch_size=config.batch.size, max_versions=config.staleness.max_versions, mode=config.staleness.mode
+    )
+    mix = build_mix(
+        config.mix.strategy,
+        list(targets),
+        list(targets.values()),
+        rng=random.Random(f"{config.seed}:mix"),
+        group_sizes={name: env.settings.group_size for name, env in train.items()},
+        **config.mix.options,
+    )
+    source = TrainSource(
+        [SourceEnv(name, env.spec.split, env.num_tasks) for name, env in train.items()],
+        mix=mix,
+        seed=config.seed,
+    )
+    run = Run(
+        run_dir=config.run_dir,
+        max_steps=config.max_steps,
+        train=train,
+        pool=pool,
+        journal=journal,
+        buffer=blueprint.build_buffer(config, targets, train),
+        staleness=staleness,
+        ledger=ledger,
+        mix=mix,
+        facts=Facts(targets, ledger=ledger, staleness=staleness, now=now),
+        evals=Evals(blueprint.build_plans(evals)),
+        clock=time.monotonic,
+    )
+    return run, source
+
+
+def _connect(
+    config: Config,
+    run: Run,
+    *,
+    source: TrainSource,
+    train: TrainEnvs,
+    evals: EvalEnvs,
+    offer: Callable[[Any], None],
+) -> None:
+    """Make the parts that call each other, and close the circle."""
+    assembly = Assembly(
+        buffer=run.buffer,
+        batch_size=config.batch.size,
+        max_steps=config.max_steps,
+        group_sizes={name: env.settings.group_size for name, env in train.items()},
+        count_tokens=config.batch.unit == "tokens",
+        staleness=run.staleness,
+        tasks=source,
+        mix=run.mix,
+        record=run.journal,
+        facts=run.facts,
+        advantage=build_advantage(config.dispatch.advantage),
+        keep_equal_rewards=config.dispatch.keep_equal_rewards,
+        max_barren_batches=config.dispatch.max_barren_batches,
+        available=lambda: frozenset(name for name, env in train.items() if env.available),
+        offer=offer,
+    )
+    core = DispatchCore(
+        train=blueprint.build_train_rules(train),
+        evals=evals,
+        rules=blueprint.build_rules(config),
+        source=source,
+        eval_source=run.evals,
+        mix=run.mix,
+        placement=run.pool,
+        staleness=run.staleness,
+        ledger=run.ledger,
+        queued=assembly.queued,
+        starved=lambda: run.buffer.starved,
+        expected_size=assembly.expected_size,
+        now=time.monotonic(),
+    )
+    driver = Driver(
+        core,
+        train=train,
+        evals=evals,
+        sink=run,
+        rollout_timeout_s=config.dispatch.rollout_timeout_s,
+        pool=run.pool,
+        clock=time.monotonic,
+    )
+    run.attach(assembly=assembly, core=core, driver=driver)
+    run.pool.on_change = run.on_change
+    for env in (*train.values(), *evals.values()):
+        env.on_free = run.on_servers_changed
+
+
+def _restore(run: Run, *, source: TrainSource, recovered: Recovered, weights: dict[str, Any]) -> None:
+    """Continue where an earlier process of the run ended."""
+    run.staleness.load_state_dict(
+        {
+            "published": weights["published"],
+            "formed": recovered.last_step,
+            "trained": recovered.last_acknowledged,
+        }
+    )
+    run.weights_path = weights["path"]
+    if recovered.empty:
+        return
+    run.restore(recovered.state)
+    asked_again = 0
+    for env, (low, resolved) in recovered.resolved.items():
+        if env in run.train:
+            asked_again += source.load_resolved(env, low, resolved)
+        else:
+            log.warning("env.gone", env=env, note="it was in an earlier process of this run")
+    known = [group for group in recovered.groups if group.env in run.train]
+    run.assembly.restore(known)
+    log.info(
+        "run.resumed",
+        step=recovered.last_step,
+        acknowledged=recovered.last_acknowledged,
+        version=weights["published"],
+        groups=len(known),
+        tasks_asked_again=asked_again,
+        damaged=len(recovered.damaged),
+    )
+
+
+def _build_batch_server(config: Config, run: Run, recovered: Recovered) -> BatchServer:
+    server = BatchServer(
+        bind=config.trainer.bind,
+        world_size=config.trainer.world_size,
+        run=run.journal.run_id,
+        keep=config.trainer.keep_batches,
+        last_step=recovered.last_acknowledged,
+        version=run.staleness.published,
+        load=run.journal.load_batch,
+        on_ack=run.on_ack,
+        on_rank_ack=lambda step, rank: run.journal.record_ack(
+            step, rank, world_size=config.trainer.world_size
+        ),
+        on_publish=run.on_publish,
+        on_done=run.on_trainer_done,
+        when_durable=run.journal.when_durable,
+    )
+    for batch in recovered.batches:
+        if batch.step in recovered.acknowledged:
+            server.keep(batch)
+        else:
+            server.offer(batch, recovered.acks.get(batch.step, ()))
+    return server
+
+
+async def _serve_http(config: Config, stack: AsyncExitStack, run: Run) -> str | None:
+    if not config.http.enabled:
+        return None
+    token = os.environ.get(config.http.token_env) if config.http.token_env else None
+    if config.http.token_env and not token:
+        raise ConfigError(f"http.token_env: the environment variable {config.http.token_env} is not set")
+    app = build_app(status=run.status, metrics=lambda: render_metrics(run.status, run.ledger), token=token)
+    return await stack.enter_async_context(serve_http(app, host=config.http.host, port=config.http.port))
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    """Whole or not at all, so that a reader never sees half a file."""
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    part.replace(path)

@@ -1,0 +1,337 @@
+"""What a trainer imports: a client that hands out batches, acknowledges them and publishes versions.
+
+    with TrainerClient("tcp://127.0.0.1:5555", rank=0, world_size=1) as trainer:
+        for batch in trainer:
+            ...
+            trainer.publish(version=batch.step, path="ckpt/step_12")
+
+A batch is acknowledged when the next one is asked for, and when the `with` block is left without an exception; a
+process that dies before gets the same batch again. The service may restart at any time: the client waits for
+it, up to `timeout_s` of silence, and carries on. Needs pyzmq, msgspec and numpy; a client belongs to one thread.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Generator, Iterator
+from types import TracebackType
+from typing import Self, TypeVar
+
+from orchestrator.errors import TrainerLinkError
+from orchestrator.trainer_channel import Channel, open_channel
+from orchestrator.trainer_protocol import (
+    Ack,
+    Done,
+    Finished,
+    Get,
+    Missing,
+    Next,
+    Ok,
+    ProtocolError,
+    Publish,
+    Request,
+    Served,
+)
+from orchestrator.trainer_session import Reply, TrainerSession
+from orchestrator.training_batch import TrainingBatch, TrainingSequence, decode_batch
+
+__all__ = ["AsyncTrainerClient", "TrainerClient", "TrainerLinkError", "TrainingBatch", "TrainingSequence"]
+
+PING_S = 2.0
+"""How long a waiting client stays quiet before it asks whether the service is still there."""
+
+T = TypeVar("T")
+Waiting = Generator[float, None, T]
+"""What a client does, yielding how many seconds to wait for the next message whenever it has to."""
+
+
+class _Conversation:
+    """What a client does, whatever it does it with: every method is a generator that yields where it waits."""
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        resume_after: int | None = None,
+        prefetch: bool = False,
+        timeout_s: float = 600.0,
+        server_key: bytes | None = None,
+        public_key: bytes | None = None,
+        secret_key: bytes | None = None,
+    ) -> None:
+        """Speak to the service at a ZMQ or `file://` address as one of the trainer's ranks.
+
+        `resume_after` is the last step in the trainer's checkpoint: iteration starts behind it, with batches that
+        the service still keeps. By default it starts at the first batch that this rank has not acknowledged.
+        `prefetch` asks for the next batch while the last one is trained on. `timeout_s` is how long the service
+        may be silent. The keys are CURVE keys (Z85); without a pair of its own a client makes one.
+        """
+        self.address = address
+        self.finished: str | None = None
+        self._session = TrainerSession(rank=rank, world_size=world_size)
+        self._timeout_s = timeout_s
+        self._prefetch = prefetch
+        self._after = resume_after
+        self._in_hand: int | None = None
+        self._ahead: int | None = None
+        self._replies: dict[int, Reply] = {}
+        self._heard_at = 0.0
+        self._keys = {"server_key": server_key, "public_key": public_key, "secret_key": secret_key}
+        self._channel: Channel
+
+    @property
+    def rank(self) -> int:
+        return self._session.rank
+
+    @property
+    def world_size(self) -> int:
+        return self._session.world_size
+
+    def _join(self) -> Waiting[None]:
+        self._heard_at = time.monotonic()
+        self._channel.send(self._session.hello())
+        while self._session.welcome is None:
+            yield from self._turn()
+        if self._after is None:
+            self._after = self._session.welcome.after
+
+    def _leave(self, *, well: bool) -> Waiting[None]:
+        if well:
+            yield from self._ack_in_hand()
+        self._channel.send(self._session.goodbye())
+
+    def _next_batch(self) -> Waiting[TrainingBatch | None]:
+        yield from self._ack_in_hand()
+        if self._ahead is None:
+            self._ahead = self._ask_next()
+        reply = yield from self._wait(self._ahead)
+        self._ahead = None
+        batch = self._batch_of(reply)
+        if batch is not None:
+            self._after = self._in_hand = batch.step
+            if self._prefetch:
+                self._ahead = self._ask_next()
+        return batch
+
+    def _get(self, step: int) -> Waiting[TrainingBatch]:
+        batch = self._batch_of((yield from self._request(Get(self._session.next_id(), step))))
+        assert batch is not None
+        return batch
+
+    def _ack(self, step: int) -> Waiting[None]:
+        yield from self._do(Ack(self._session.next_id(), step))
+        if step == self._in_hand:
+            self._in_hand = None
+
+    def _ack_in_hand(self) -> Waiting[None]:
+        if self._in_hand is not None:
+            yield from self._ack(self._in_hand)
+
+    def _publish(self, version: int, path: str | None) -> Waiting[str]:
+        return (yield from self._do(Publish(self._session.next_id(), version, path)))
+
+    def _done(self) -> Waiting[None]:
+        yield from self._do(Done(self._session.next_id()))
+
+    def _do(self, request: Request) -> Waiting[str]:
+        """Ask for something that is answered without a batch; returns the answer's note."""
+        reply = yield from self._request(request)
+        match reply.answer:
+            case Ok(note=note):
+                return note
+            case Missing(reason=reason):
+                raise TrainerLinkError(reason)
+            case other:
+                raise TrainerLinkError(f"the orchestrator answered something else than was asked: {other}")
+
+    def _ask_next(self) -> int:
+        assert self._after is not None
+        return self._ask(Next(self._session.next_id(), self._after))
+
+    def _ask(self, request: Request) -> int:
+        for frame in self._session.ask(request):
+            self._channel.send(frame)
+        return request.id
+
+    def _request(self, request: Request) -> Waiting[Reply]:
+        return (yield from self._wait(self._ask(request)))
+
+    def _wait(self, request_id: int) -> Waiting[Reply]:
+        # The time spent on training is no silence of the service's.
+        self._heard_at = time.monotonic()
+        try:
+            while request_id not in self._replies:
+                yield from self._turn()
+        except BaseException:
+            # An interrupted wait for the next batch goes on when it is asked for again.
+            if request_id != self._ahead:
+                self._session.forget(request_id)
+            raise
+        return self._replies.pop(request_id)
+
+    def _turn(self) -> Waiting[None]:
+        """Take one message in; when there is none, wait, and ask whether anybody is there if none has come then."""
+        frames = self._channel.receive()
+        if frames is None:
+            yield self._patience_s()
+            frames = self._channel.receive()
+        if frames is None:
+            self._channel.send(self._session.silence())
+            return
+        self._heard_at = time.monotonic()
+        out, reply = self._session.receive(frames)
+        for frame in out:
+            self._channel.send(frame)
+        if reply is not None:
+            self._replies[reply.answer.id] = reply
+
+    def _patience_s(self) -> float:
+        silent_s = time.monotonic() - self._heard_at
+        if silent_s > self._timeout_s:
+            raise TrainerLinkError(
+                f"no orchestrator has answered at {self.address} for {silent_s:.0f} s (rank {self.rank} of "
+                f"{self.world_size}); is it running, and are the address and the keys right?"
+            )
+        return min(PING_S, self._timeout_s / 4)
+
+    def _batch_of(self, reply: Reply) -> TrainingBatch | None:
+        match reply.answer:
+            case Served(step=step):
+                try:
+                    return decode_batch(reply.frames)
+                except ProtocolError as error:
+                    raise TrainerLinkError(f"batch {step}: {error}") from error
+            case Finished(reason=reason):
+                self.finished = reason
+                return None
+            case Missing(reason=reason):
+                raise TrainerLinkError(reason)
+            case Ok():
+                raise TrainerLinkError("the orchestrator answered a request for a batch without one")
+
+
+class TrainerClient(_Conversation):
+    """The synchronous client; Ctrl-C interrupts every wait. `finished` says why iteration ended."""
+
+    def __enter__(self) -> Self:
+        self._channel = open_channel(self.address, **self._keys)
+        try:
+            self._drive(self._join())
+        except BaseException:
+            self._channel.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        try:
+            self._drive(self._leave(well=error is None))
+        finally:
+            self._channel.close()
+
+    def __iter__(self) -> Iterator[TrainingBatch]:
+        return self
+
+    def __next__(self) -> TrainingBatch:
+        batch = self.next_batch()
+        if batch is None:
+            raise StopIteration
+        return batch
+
+    def next_batch(self) -> TrainingBatch | None:
+        """Acknowledge the batch in hand and wait for the next one; None when the run is over."""
+        return self._drive(self._next_batch())
+
+    def get(self, step: int) -> TrainingBatch:
+        """The batch of a step again, as long as the service keeps it."""
+        return self._drive(self._get(step))
+
+    def ack(self, step: int) -> None:
+        """This rank is done with a batch; returns once the service has recorded it."""
+        self._drive(self._ack(step))
+
+    def publish(self, version: int, path: str | None = None) -> str:
+        """A version can be sampled from, at `path`. Repeating one or going back changes nothing; the return says so."""
+        return self._drive(self._publish(version, path))
+
+    def done(self) -> None:
+        """No more batches are wanted: the run ends."""
+        self._drive(self._done())
+
+    def _drive(self, doing: Waiting[T]) -> T:
+        try:
+            while True:
+                timeout_s = next(doing)
+                self._channel.wait(timeout_s)
+        except StopIteration as stop:
+            result: T = stop.value
+            return result
+        finally:
+            doing.close()
+
+
+class AsyncTrainerClient(_Conversation):
+    """The same for asyncio; one coroutine at a time may use it."""
+
+    async def __aenter__(self) -> Self:
+        self._channel = open_channel(self.address, **self._keys)
+        try:
+            await self._drive(self._join())
+        except BaseException:
+            await self._close()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        try:
+            await self._drive(self._leave(well=error is None))
+        finally:
+            await self._close()
+
+    def __aiter__(self) -> AsyncIterator[TrainingBatch]:
+        return self
+
+    async def __anext__(self) -> TrainingBatch:
+        batch = await self.next_batch()
+        if batch is None:
+            raise StopAsyncIteration
+        return batch
+
+    async def next_batch(self) -> TrainingBatch | None:
+        """Acknowledge the batch in hand and wait for the next one; None when the run is over."""
+        return await self._drive(self._next_batch())
+
+    async def get(self, step: int) -> TrainingBatch:
+        """The batch of a step again, as long as the service keeps it."""
+        return await self._drive(self._get(step))
+
+    async def ack(self, step: int) -> None:
+        """This rank is done with a batch; returns once the service has recorded it."""
+        await self._drive(self._ack(step))
+
+    async def publish(self, version: int, path: str | None = None) -> str:
+        """A version can be sampled from, at `path`. Repeating one or going back changes nothing; the return says so."""
+        return await self._drive(self._publish(version, path))
+
+    async def done(self) -> None:
+        """No more batches are wanted: the run ends."""
+        await self._drive(self._done())
+
+    async def _drive(self, doing: Waiting[T]) -> T:
+        try:
+            while True:
+                timeout_s = next(doing)
+                await self._channel.wait_async(timeout_s)
+        except StopIteration as stop:
+            result: T = stop.value
+            return result
+        finally:
+            doing.close()
+
+    async def _close(self) -> None:
+        # Closing may wait for what is still to be sent.
+        await asyncio.to_thread(self._channel.close)

@@ -1,0 +1,112 @@
+"""How a trainer's messages travel: one interface, ZMQ here, files in `filesystem_transport`.
+
+A channel may lose what was sent when the service restarts or the network breaks; the session above it asks again.
+Received frames are writable memory that nobody else uses. A trainer imports this, so it needs pyzmq only.
+"""
+
+import asyncio
+from typing import Any, Protocol
+
+import zmq
+
+from orchestrator.errors import TrainerLinkError
+from orchestrator.filesystem_transport import SCHEME, FileChannel
+
+_LINGER_MS = 1000
+
+
+class Channel(Protocol):
+    """A way to the service."""
+
+    def send(self, frame: bytes) -> None:
+        """Send a message of one frame."""
+
+    def receive(self) -> list[Any] | None:
+        """The frames of a message that has come, if one has."""
+
+    def wait(self, timeout_s: float) -> None:
+        """Block until a message may be there, or the time is over."""
+
+    async def wait_async(self, timeout_s: float) -> None:
+        """The same for asyncio."""
+
+    def close(self) -> None:
+        """Let go, after at most a second for what is still to be sent."""
+
+
+class ZmqChannel:
+    """A DEALER socket. It has no name of its own, so that every connection is new to the service."""
+
+    def __init__(
+        self, address: str, *, server_key: bytes | None, public_key: bytes | None, secret_key: bytes | None
+    ) -> None:
+        self._context = zmq.Context()
+        self._socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
+        try:
+            if server_key is not None:
+                if public_key is None or secret_key is None:
+                    public_key, secret_key = zmq.curve_keypair()
+                self._socket.curve_serverkey = server_key
+                self._socket.curve_publickey = public_key
+                self._socket.curve_secretkey = secret_key
+            self._socket.setsockopt(zmq.LINGER, _LINGER_MS)
+            self._socket.setsockopt(zmq.IPV6, "[" in address)
+            # A host that vanished without a word is noticed; a restarted one is looked for at most a second apart.
+            self._socket.setsockopt(zmq.HEARTBEAT_IVL, 5000)
+            self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 20000)
+            self._socket.setsockopt(zmq.RECONNECT_IVL, 100)
+            self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+            self._socket.connect(address)
+        except zmq.ZMQError as error:
+            self._socket.close(0)
+            self._context.term()
+            raise TrainerLinkError(f"{address} is not an address to connect to: {error}") from error
+
+    def send(self, frame: bytes) -> None:
+        try:
+            self._socket.send(frame, zmq.NOBLOCK)
+        except zmq.Again:
+            # A thousand messages wait for a service that does not come; one more would say nothing new.
+            return
+
+    def receive(self) -> list[Any] | None:
+        try:
+            return list(self._socket.recv_multipart(zmq.NOBLOCK, copy=False))
+        except zmq.Again:
+            return None
+
+    def wait(self, timeout_s: float) -> None:
+        self._socket.poll(int(timeout_s * 1000))
+
+    async def wait_async(self, timeout_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        readable = asyncio.Event()
+        descriptor = self._socket.fileno()
+        loop.add_reader(descriptor, readable.set)
+        try:
+            # The descriptor tells of changes only, so what is there already is looked for after it is watched.
+            async with asyncio.timeout(timeout_s):
+                while not int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+                    await readable.wait()
+                    readable.clear()
+        except TimeoutError:
+            return
+        finally:
+            loop.remove_reader(descriptor)
+
+    def close(self) -> None:
+        self._socket.close()
+        self._context.term()
+
+
+def open_channel(
+    address: str,
+    *,
+    server_key: bytes | None = None,
+    public_key: bytes | None = None,
+    secret_key: bytes | None = None,
+) -> Channel:
+    """The channel that an address asks for: `file://` a directory, anything else ZMQ."""
+    if address.startswith(SCHEME):
+        return FileChannel(address)
+    return ZmqChannel(address, server_key=server_key, public_key=public_key, secret_key=secret_key)

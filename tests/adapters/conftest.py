@@ -1,0 +1,114 @@
+"""Processes that run the adapters inside their libraries' virtualenvs."""
+
+import json
+import os
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.adapters.venvs import CHECKOUT, CLASSIC, REASONING_GYM, V1, Venv
+
+HERE = Path(__file__).parent
+
+
+class Driver:
+    """A `driver.py` in a virtualenv, asked one scenario at a time."""
+
+    def __init__(self, venv: Venv, home: Path) -> None:
+        # Only `envs` of the checkout is on the path: an env server's interpreter has nothing else of ours.
+        (home / "envs").symlink_to(CHECKOUT / "envs")
+        path = os.pathsep.join((str(home), str(HERE / "environments")))
+        environment = {name: value for name, value in os.environ.items() if not name.endswith("API_KEY")} | {
+            "PYTHONPATH": path,
+            "PATH": f"{venv.python.parent}{os.pathsep}{os.environ['PATH']}",
+            "HOME": str(home),
+            "UV_CACHE_DIR": str(venv.path / "uv-cache"),
+            "HF_HUB_OFFLINE": "1",
+            "VF_LOG_LEVEL": "ERROR",
+        }
+        self._log = (home / "log").open("w+")
+        self._process = subprocess.Popen(
+            [venv.python, HERE / "driver.py"],
+            env=environment,
+            cwd=home,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+        )
+
+    def play(
+        self,
+        id: str,  # noqa: A002  as in the config
+        runs: list[dict[str, Any]] | None = None,
+        **scenario: Any,
+    ) -> dict[str, Any]:
+        """What came of the runs."""
+        return self._ask({"turns": [[{"content": "…"}]], **scenario, "id": id, "runs": runs or [{}]})
+
+    def names(self, loader: str) -> list[str]:
+        """What a loader can load."""
+        names: list[str] = self._ask({"names": loader})["names"]
+        return names
+
+    def _ask(self, scenario: dict[str, Any]) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(scenario) + "\n")
+        self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        if not line:
+            self._log.seek(0)
+            pytest.fail(f"the driver ended:\n{self._log.read()[-4000:]}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def rollout(self, id: str, **scenario: Any) -> dict[str, Any]:  # noqa: A002  as in the config
+        """The answer to the only run of a scenario."""
+        played = self.play(id, **scenario)
+        answer: dict[str, Any] = played["answers"][0]
+        return answer | {"requests": played["requests"]}
+
+    def close(self) -> None:
+        """End the process and see that it ended well."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(20)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+            raise
+        finally:
+            self._process.stdout.close()
+            self._log.close()
+
+
+def driver(venv: Venv) -> Iterator[Driver]:
+    reason = venv.missing()
+    if reason:
+        pytest.skip(reason)
+    with tempfile.TemporaryDirectory() as home:
+        running = Driver(venv, Path(home))
+        yield running
+        running.close()
+
+
+@pytest.fixture(scope="session")
+def reasoning_gym() -> Iterator[Driver]:
+    yield from driver(REASONING_GYM)
+
+
+@pytest.fixture(scope="session")
+def classic() -> Iterator[Driver]:
+    yield from driver(CLASSIC)
+
+
+@pytest.fixture(scope="session")
+def v1() -> Iterator[Driver]:
+    yield from driver(V1)

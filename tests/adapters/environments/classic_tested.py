@@ -1,0 +1,142 @@
+"""Classic verifiers environments for the tests: `kind` picks one."""
+
+from typing import Any
+
+import verifiers as vf
+from datasets import Dataset
+
+WORDS = ["stone", "river", "cloud", "ember"]
+
+
+def words(column: str = "question") -> Dataset:
+    return Dataset.from_dict(
+        {column: [f"Reverse {word}" for word in WORDS], "answer": [w[::-1] for w in WORDS]}
+    )
+
+
+def last_text(completion: Any) -> str:
+    return completion[-1].content or ""
+
+
+def correct(completion: Any, answer: str) -> float:
+    return float(last_text(completion) == answer)
+
+
+async def shout(completion: Any, **kwargs: Any) -> float:
+    return float(last_text(completion).isupper())
+
+
+def raises(completion: Any, answer: str) -> float:
+    raise KeyError("no such column")
+
+
+def nothing(completion: Any) -> Any:
+    return None
+
+
+def shortest(completions: Any) -> list[float]:
+    """Best is who used the fewest characters; it takes the whole group to know."""
+    lengths = [len(last_text(completion)) for completion in completions]
+    return [float(length == min(lengths)) for length in lengths]
+
+
+def group_raises(states: Any) -> list[float]:
+    raise ValueError("the judge is out")
+
+
+def single(rubric: vf.Rubric, **options: Any) -> vf.Environment:
+    return vf.SingleTurnEnv(dataset=words(), eval_dataset=words().select([1, 2]), rubric=rubric, **options)
+
+
+def add(a: int, b: int) -> int:
+    """Add two numbers."""
+    return a + b
+
+
+class Countdown(vf.MultiTurnEnv):
+    """Answers each message with how many are left; the conversation ends at none."""
+
+    async def setup_state(self, state: vf.State) -> vf.State:
+        state["left"] = 2
+        return state
+
+    async def env_response(self, messages: Any, state: vf.State, **kwargs: Any) -> Any:
+        state["left"] -= 1
+        return [vf.UserMessage(content=f"{state['left']} left")]
+
+    @vf.stop
+    async def out(self, state: vf.State) -> bool:
+        return bool(state["left"] == 0)
+
+
+class Ledger(vf.StatefulToolEnv):
+    """A tool that keeps a balance per rollout, which the policy does not pass."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(tools=[], **kwargs)
+        self.add_tool(self.deposit, args_to_skip=["account"])
+
+    async def deposit(self, amount: int, account: dict[str, int]) -> str:
+        """Put money into the account."""
+        account["balance"] += amount
+        return f"balance {account['balance']}"
+
+    async def setup_state(self, state: vf.State) -> vf.State:
+        state["account"] = {"balance": 100}
+        return state
+
+    def update_tool_args(
+        self, tool_name: str, tool_args: Any, messages: Any, state: vf.State, **kwargs: Any
+    ) -> Any:
+        return {**tool_args, "account": state["account"]}
+
+
+class Broken(vf.SingleTurnEnv):
+    """Its world fails before the policy is asked."""
+
+    def __init__(self, error: Exception, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._error = error
+
+    async def setup_state(self, state: vf.State) -> vf.State:
+        raise self._error
+
+
+def load_environment(kind: str = "single", extra: float = 1.0) -> vf.Environment:
+    exact = vf.Rubric(funcs=[correct, shout], weights=[extra, 0.5])
+    balance = vf.Rubric(funcs=[lambda state: float(state["account"]["balance"])])
+    match kind:
+        case "single":
+            return single(exact, system_prompt="You reverse words.")
+        case "author_sampling":
+            return single(exact, sampling_args={"temperature": 0.1, "top_p": 0.9, "n": 4})
+        case "raising_reward":
+            return single(vf.Rubric(funcs=[correct, raises]))
+        case "reward_of_nothing":
+            return single(vf.Rubric(funcs=[correct, nothing]))
+        case "raising_metric":
+            return single(vf.Rubric(funcs=[correct, raises], weights=[1.0, 0.0]))
+        case "group":
+            return single(vf.Rubric(funcs=[correct, shortest], weights=[1.0, 2.0]))
+        case "raising_group":
+            return single(vf.Rubric(funcs=[correct, group_raises]))
+        case "mixture":
+            parts = [single(vf.Rubric(funcs=[correct])), single(vf.Rubric(funcs=[shortest]))]
+            return vf.EnvGroup(parts, env_names=["plain", "grouped"])
+        case "tools":
+            return vf.ToolEnv(dataset=words(), tools=[add], rubric=exact, max_turns=4)
+        case "stateful":
+            return Ledger(dataset=words(), rubric=balance, max_turns=4)
+        case "multi_turn":
+            return Countdown(dataset=words(), rubric=exact)
+        case "sandbox_error":
+            return Broken(vf.SandboxError("the box is gone"), dataset=words(), rubric=exact)
+        case "tool_error":
+            return Broken(vf.ToolCallError("bad call"), dataset=words(), rubric=exact)
+        case "bug":
+            return Broken(ZeroDivisionError("oops"), dataset=words(), rubric=exact)
+        case "reasoning_gym":
+            from verifiers.envs.integrations.reasoninggym_env import ReasoningGymEnv
+
+            return ReasoningGymEnv("chain_sum", num_train_examples=4, num_eval_examples=2)
+    raise ValueError(f"no kind {kind}")

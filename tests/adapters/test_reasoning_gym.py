@@ -1,0 +1,140 @@
+"""The reasoning-gym adapter against the real library."""
+
+import random
+from typing import Any
+
+import pytest
+
+from tests.adapters.conftest import Driver
+
+COMPOSITE = [{"name": "chain_sum", "weight": 3.0}, {"name": "leg_counting", "config": {"max_animals": 3}}]
+
+
+def question(answer: dict[str, Any]) -> str:
+    """What the policy was asked in the only turn of the only rollout."""
+    text: str = answer["transcripts"][0]["messages"][-2]["content"]
+    return text
+
+
+def test_the_librarys_own_score_is_the_reward_of_what_stands_in_the_answer_tags(
+    reasoning_gym: Driver,
+) -> None:
+    """A sum is scored by `score_answer`, and the reply's last answer tag is what counts."""
+    args = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
+    asked = reasoning_gym.rollout("reasoning_gym::chain_sum", args=args)
+    terms = question(asked).rsplit("?", 1)[0].split(":")[-1].replace("=", "").strip()
+    total = eval(terms)
+    right = f"Let me see. <answer>{total - 1}</answer> No: <answer>{total}</answer>"
+    replies = [[{"content": right}]]
+    answer = reasoning_gym.rollout("reasoning_gym::chain_sum", args=args, turns=replies)
+    assert question(answer) == question(asked)
+    assert answer["rollouts"][0]["reward"] == 1.0
+    assert asked["rollouts"][0]["reward"] < 0.1
+
+
+def test_token_ids_and_logprobs_are_those_of_the_engine(reasoning_gym: Driver) -> None:
+    """The sampled tokens are the end of the sequence, with mask 1 and the engine's log-probabilities."""
+    answer = reasoning_gym.rollout("reasoning_gym::chain_sum", turns=[[{"content": "42"}]])
+    assert answer["tokens"][-3:] == [ord("4"), ord("2"), 2]
+    assert answer["mask"] == [0] * (len(answer["mask"]) - 3) + [1, 1, 1]
+    assert answer["logprobs"][-3:] == pytest.approx([-0.052, -0.050, -0.002])
+
+
+@pytest.mark.timeout(300)
+def test_every_dataset_name_loads_generates_far_out_and_scores(reasoning_gym: Driver) -> None:
+    """All names of the library work, at an index far beyond any size that the library has."""
+    names = [name for name in reasoning_gym.names("reasoning_gym") if name != "composite"]
+    assert len(names) > 90
+    for name in names:
+        runs = [{"index": 2**31 + 7}]
+        played = reasoning_gym.play(
+            f"reasoning_gym::{name}", runs, turns=[[{"content": "<answer>7</answer>"}]]
+        )
+        assert "rollouts" in played["answers"][0], (name, played["answers"][0])
+        assert played["tasks"] == {"train": None}
+
+
+def test_a_task_is_a_pure_function_of_args_split_and_index(reasoning_gym: Driver) -> None:
+    """The same index gives the same question in another server, in any order of asking."""
+    runs = [{"index": index} for index in range(600)]
+    shuffled = random.Random(0).sample(runs, len(runs))
+    one = reasoning_gym.play("reasoning_gym::gsm_symbolic", runs)["answers"]
+    other = reasoning_gym.play("reasoning_gym::gsm_symbolic", shuffled)["answers"]
+    by_index = {run["index"]: question(answer) for run, answer in zip(shuffled, other, strict=True)}
+    assert [question(answer) for answer in one] == [by_index[run["index"]] for run in runs]
+
+
+def test_splits_and_seeds_draw_different_tasks(reasoning_gym: Driver) -> None:
+    """Train, eval and another seed do not repeat each other."""
+    args = {"min_digits": 6, "max_digits": 9}
+
+    def questions(split: str, seed: int) -> set[str]:
+        runs = [{"index": index, "split": split} for index in range(64)]
+        played = reasoning_gym.play(
+            "reasoning_gym::chain_sum", runs, args={**args, "seed": seed}, splits=[split]
+        )
+        return {question(answer) for answer in played["answers"]}
+
+    sets = [questions("train", 0), questions("eval", 0), questions("train", 1), questions("test", 0)]
+    assert [len(questions) for questions in sets] == [64] * 4
+    assert len(set().union(*sets)) == 256
+
+
+def test_args_reach_the_datasets_config(reasoning_gym: Driver) -> None:
+    """An option of the dataset changes what it generates."""
+    args = {"min_terms": 9, "max_terms": 9}
+    answer = reasoning_gym.rollout("reasoning_gym::chain_sum", args=args)
+    operators = question(answer).count(" + ") + question(answer).count(" - ")
+    assert operators == 8
+
+
+def test_size_makes_the_tasks_finite(reasoning_gym: Driver) -> None:
+    """With `size` the split has a length, and asking beyond it is a failure that is not repeated."""
+    played = reasoning_gym.play("reasoning_gym::chain_sum", [{"index": 3}, {"index": 4}], args={"size": 4})
+    assert played["tasks"] == {"train": 4}
+    assert "rollouts" in played["answers"][0]
+    assert (played["answers"][1]["kind"], played["answers"][1]["retryable"]) == ("no_such_task", False)
+
+
+def test_a_composite_mixes_its_parts_and_scores_with_each(reasoning_gym: Driver) -> None:
+    """Both parts are asked, by weight, each with its own options and its own score."""
+    runs = [{"index": index} for index in range(200)]
+    played = reasoning_gym.play("reasoning_gym::composite", runs, args={"datasets": COMPOSITE})
+    legs = sum("legs" in question(answer) for answer in played["answers"])
+    assert 25 <= legs <= 75
+    assert all("rollouts" in answer for answer in played["answers"])
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "said"),
+    [
+        ("chain_summ", {}, 'did you mean "chain_sum"'),
+        ("chain_sum", {"min_term": 2}, 'did you mean "min_terms"'),
+        ("chain_sum", {"min_terms": 0}, "args do not fit: min_terms must be positive"),
+        ("chain_sum", {"size": 0}, "size must be positive"),
+        ("chain_sum", {"seed": -1}, "seed must be"),
+        ("composite", {}, "Must specify at least one dataset"),
+        ("composite", {"datasets": [{"name": "chain_summ"}]}, 'did you mean "chain_sum"'),
+        ("composite", {"datasets": [{"name": "chain_sum", "wieght": 1}]}, "wieght"),
+    ],
+)
+def test_a_mistake_is_one_line_that_names_the_remedy(
+    reasoning_gym: Driver, name: str, args: dict[str, Any], said: str
+) -> None:
+    """Unknown datasets and options that do not fit are load errors."""
+    played = reasoning_gym.play(f"reasoning_gym::{name}", args=args)
+    assert said in played["load_error"]
+    assert "\n" not in played["load_error"]
+
+
+def test_the_configured_system_prompt_comes_first_and_instructions_can_be_left_out(
+    reasoning_gym: Driver,
+) -> None:
+    """`instructions` is the adapter's own; without it only the operator's prompt is sent."""
+    both = reasoning_gym.rollout("reasoning_gym::chain_sum", system_prompt="Be brief.")
+    plain = reasoning_gym.rollout(
+        "reasoning_gym::chain_sum", system_prompt="Be brief.", args={"instructions": ""}
+    )
+    assert both["requests"][0]["messages"][0]["content"].startswith("Be brief.\n\n")
+    assert "<answer>" in both["requests"][0]["messages"][0]["content"]
+    assert plain["requests"][0]["messages"][0] == {"role": "system", "content": "Be brief."}

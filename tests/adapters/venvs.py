@@ -1,0 +1,90 @@
+"""Virtualenvs with the libraries that the adapters are tested against; they conflict, so each has its own.
+
+Run as a program it makes those that are missing, in the checkout, and is quick when all are there. A library
+that cannot be installed leaves the reason behind, which its tests report as they are skipped.
+"""
+
+import subprocess
+import sys
+import venv
+from dataclasses import dataclass
+from pathlib import Path
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+SERVER_NEEDS = ("aiohttp", "msgspec", "numpy", "pyzmq", "structlog", "uvloop")
+
+
+@dataclass(frozen=True, slots=True)
+class Venv:
+    """A virtualenv and what is installed into it."""
+
+    name: str
+    requirements: tuple[str, ...]
+
+    @property
+    def path(self) -> Path:
+        return CHECKOUT / f".venv-{self.name}"
+
+    @property
+    def python(self) -> Path:
+        return self.path / "bin" / "python"
+
+    @property
+    def _stamp(self) -> Path:
+        return self.path / "installed.txt"
+
+    @property
+    def _reason(self) -> Path:
+        return self.path / "failed.txt"
+
+    @property
+    def wanted(self) -> str:
+        return "\n".join((sys.version.split()[0], *self.requirements, *SERVER_NEEDS))
+
+    def missing(self) -> str:
+        """Why it cannot be used; empty when it can."""
+        if (
+            self._stamp.exists()
+            and self._stamp.read_text(encoding="utf-8").splitlines()[1:] == (self.wanted.splitlines()[1:])
+        ):
+            return ""
+        if self._reason.exists():
+            return self._reason.read_text(encoding="utf-8")
+        return f"{self.path.name} is not there; run tests/adapters/setup_venvs"
+
+    def make(self) -> bool:
+        """Make it unless it is there; whether it can be used."""
+        if not self.missing():
+            return True
+        print(f"installing {' '.join(self.requirements)} into {self.path.name}", flush=True)
+        venv.create(self.path, with_pip=True, clear=self.path.exists())
+        command = [str(self.python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        done = subprocess.run(
+            [*command, *self.requirements, *SERVER_NEEDS], capture_output=True, text=True, check=False
+        )
+        if done.returncode:
+            last = (done.stderr.strip() or "pip failed").splitlines()[-1]
+            self._reason.write_text(
+                f"{' '.join(self.requirements)} cannot be installed: {last}", encoding="utf-8"
+            )
+            print(self.missing(), flush=True)
+            return False
+        self._stamp.write_text(self.wanted, encoding="utf-8")
+        return True
+
+
+REASONING_GYM = Venv("reasoning-gym", ("reasoning-gym>=0.1.24",))
+CLASSIC = Venv("verifiers-classic", ("verifiers>=0.2,<0.4", "reasoning-gym>=0.1.24"))
+V1 = Venv("verifiers-v1", ("verifiers>=0.4,<0.5", "uv>=0.6"))
+ALL = (REASONING_GYM, CLASSIC, V1)
+
+
+def main() -> int:
+    """Make all; the ones that fail are the tests' to report."""
+    for each in ALL:
+        each.make()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

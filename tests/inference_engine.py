@@ -1,0 +1,184 @@
+"""An inference server for the pool's tests: a real HTTP server that answers like vLLM or SGLang, or misbehaves on demand.
+
+It is scripted from outside: `broken` maps a path to a status, `stuck` holds paths that answer only when
+`unstick` is called, `restart` forgets what a restarted engine forgets. It keeps a list of the calls it got.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from aiohttp import web
+
+
+@dataclass(eq=False)
+class ScriptedEngine:
+    """One engine on a port of its own that stays the same over `stop` and `start`."""
+
+    model: str = "tiny"
+    dev_mode: bool = True
+    weights: str = "initial"
+    label: str = "default"
+    paused: bool = False
+    aborted: int = 0
+    metrics: str | None = None
+    token: str | None = None
+    broken: dict[str, int] = field(default_factory=dict)
+    stuck: set[str] = field(default_factory=set)
+    calls: list[str] = field(default_factory=list)
+    weights_while_paused: list[bool] = field(default_factory=list)
+    port: int = 0
+    _unstick: asyncio.Event = field(default_factory=asyncio.Event)
+    _changed: asyncio.Condition = field(default_factory=asyncio.Condition)
+    _runner: web.AppRunner | None = None
+
+    @property
+    def base_url(self) -> str:
+        return f"http://127.0.0.1:{self.port}/v1"
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.unstick()
+        await self.stop()
+
+    async def start(self) -> None:
+        app = web.Application()
+        app.router.add_route("*", "/{path:.*}", self._serve)
+        self._runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", self.port, reuse_address=True)
+        await site.start()
+        self.port = self._runner.addresses[0][1]
+
+    async def stop(self) -> None:
+        if self._runner is not None:
+            await self._runner.cleanup()
+            self._runner = None
+
+    def restart(self) -> None:
+        """What an engine forgets when its process ends and starts again."""
+        self.weights, self.label, self.paused = "initial", "default", False
+
+    def unstick(self) -> None:
+        self.stuck.clear()
+        self._unstick.set()
+
+    async def wait_for(self, condition: Callable[[], bool]) -> None:
+        """Return once the condition holds; looked at after every call."""
+        async with self._changed:
+            await self._changed.wait_for(condition)
+
+    async def _serve(self, request: web.Request) -> web.Response:
+        path = request.path
+        self.calls.append(f"{request.method} {path}")
+        async with self._changed:
+            self._changed.notify_all()
+        if self.token is not None and request.headers.get("Authorization") != f"Bearer {self.token}":
+            return web.json_response({"error": "Unauthorized"}, status=401)
+        if path in self.stuck:
+            await self._unstick.wait()
+        if path in self.broken:
+            return web.Response(status=self.broken[path], text=f"{path} is broken")
+        handler = self._handlers().get(path)
+        if handler is None:
+            return web.json_response({"detail": "Not Found"}, status=404)
+        body = await request.json() if request.can_read_body else {}
+        answer = await handler(body, dict(request.query))
+        return answer if isinstance(answer, web.Response) else web.json_response(answer)
+
+    def _handlers(self) -> dict[str, Callable[[dict[str, Any], dict[str, str]], Awaitable[Any]]]:
+        handlers: dict[str, Callable[[dict[str, Any], dict[str, str]], Awaitable[Any]]] = {
+            "/health": self._health,
+            "/v1/models": self._models,
+            "/v1/chat/completions": self._chat,
+        }
+        if self.metrics is not None:
+            handlers["/metrics"] = self._metrics
+        if self.dev_mode:
+            handlers |= {
+                "/pause": self._pause,
+                "/resume": self._resume,
+                "/is_paused": self._is_paused,
+                "/collective_rpc": self._reload,
+                "/update_weight_version": self._set_label,
+                "/weight_info": self._weight_info,
+                "/pause_generation": self._pause,
+                "/continue_generation": self._resume,
+                "/update_weights_from_disk": self._load_sglang,
+                "/abort_request": self._abort,
+                "/model_info": self._weight_info,
+            }
+        return handlers
+
+    async def _health(self, body: dict[str, Any], query: dict[str, str]) -> Any:
+        return web.Response(text="")
+
+    async def _models(self, body: dict[str, Any], query: dict[str, str]) -> Any:
+        return {"object": "list", "data": [{"id": self.model}]}
+
+    async def _chat(self, body: dict[str, Any], query: dict[str, str]) -> Any:
+        return {"choices": [{"message": {"content": "."}}]}
+
+    async def _metrics(self, body: dict[str, Any], query: dict[str, str]) -> Any:
+        return web.Response(text=self.metrics or "")
+
+    async def _pause(self, body: dict[str, Any], query: dict[str, str]) -> Any:
+        mode = query.get("mode") or body.get("mode", "abort")
+        self.calls[-1] += f" {mode}"
+        if mode == "keep":
+            assert query.get("clear_cache") == "true"
+        self.aborted += mode == "abort"
+        self.paused = True
+        return {"status": "paused"}
+
+    async def _abort(self, body: dict[str, Any], query: dict[str, str]) -> Any:
+        self.aborted += 1
+        return {}
+
+    async def _resume(self, body: dict[str, Any], query: dict[str, str]) -> Any:
+        self.paused = False
+        return {"status": "resumed"}
+
+    async def _is_paused(self, body: dict[str, Any], query: dict[str, str]) -> Any:
+        return {"is_paused": self.paused}
+
+    async def _reload(self, body: dict[str, Any], query: dict[str, str]) -> Any:
+        assert body["method"] == "reload_weights"
+        self._load(body["kwargs"]["weights_path"])
+        return {"results": [None]}
+
+    async def _load_sglang(self, body: dict[str, Any], query: dict[str, str]) -> Any:
+        assert body["flush_cache"] is True
+        if "bad" in body["model_path"]:
+            return web.json_response({"success": False, "message": "shapes differ"}, status=400)
+        self._load(body["model_path"])
+        self.label = body["weight_version"]
+        return {"success": True, "message": "Succeeded to update model weights."}
+
+    def _load(self, path: str) -> None:
+        self.weights_while_paused.append(self.paused)
+        self.weights = path
+
+    async def _set_label(self, body: dict[str, Any], query: dict[str, str]) -> Any:
+        assert self.paused, "the label must change while nothing is sampled"
+        self.label = body["new_version"]
+        return {"success": True}
+
+    async def _weight_info(self, body: dict[str, Any], query: dict[str, str]) -> Any:
+        return {"weight_version": self.label}
+
+
+def folder_of_weights(parent: Path, name: str = "weights") -> Path:
+    """A folder that looks as if a trainer had written weights to it."""
+    folder = parent / name
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(b"")
+    return folder

@@ -1,0 +1,227 @@
+"""Environments that behave in one particular way each, for tests of servers that host them."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from envs import Environment, Model, Rollout, Sequence, Task, Tasks
+
+
+def fixed_rollout(index: int, *, length: int = 8, reward: float | None = None, **fields: Any) -> Rollout:
+    """A rollout whose tokens and reward tell which task it was."""
+    tokens = np.arange(index, index + length, dtype=np.int32)
+    sequence = Sequence(tokens, np.ones(length, np.uint8), np.full(length, -0.5, np.float32))
+    return Rollout([sequence], float(index) if reward is None else reward, **fields)
+
+
+class Quick(Environment):
+    """Ends at once; its reward is the task's index."""
+
+    def __init__(self, tasks: int = 1000, load_s: float = 0.0) -> None:
+        self._tasks = tasks
+        time.sleep(load_s)
+
+    def tasks(self, split: str) -> Tasks:
+        if split == "absent":
+            raise KeyError(split)
+        return [{"index": index} for index in range(self._tasks)]
+
+    async def rollout(self, task: Task, model: Model) -> Rollout:
+        return fixed_rollout(task["index"])
+
+
+class Unbounded(Quick):
+    """Tasks without end."""
+
+    def tasks(self, split: str) -> Tasks:
+        class Endless:
+            def __getitem__(self, index: int, /) -> Task:
+                return {"index": index}
+
+        return Endless()
+
+
+class Gated(Quick):
+    """Rollouts wait until a file appears."""
+
+    def __init__(self, gate: str) -> None:
+        super().__init__()
+        self._gate = Path(gate)
+
+    async def rollout(self, task: Task, model: Model) -> Rollout:
+        while not self._gate.exists():
+            await asyncio.sleep(0.02)
+        return fixed_rollout(task["index"])
+
+
+class Poison(Quick):
+    """Task 13 kills the server."""
+
+    async def rollout(self, task: Task, model: Model) -> Rollout:
+        if task["index"] == 13:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return fixed_rollout(task["index"])
+
+
+class NeverReady(Quick):
+    """Loads for ever."""
+
+    async def setup(self) -> None:
+        print("still reading the dataset", flush=True)
+        await asyncio.Event().wait()
+
+
+class BreaksOnLoad(Quick):
+    """Cannot be constructed."""
+
+    def __init__(self) -> None:
+        raise RuntimeError("the dataset is not where it should be")
+
+
+class BreaksOnSetup(Quick):
+    """Cannot be set up."""
+
+    async def setup(self) -> None:
+        raise RuntimeError("the sandbox does not answer")
+
+
+class Clinging(Quick):
+    """Ignores SIGTERM, as code of others may."""
+
+    async def setup(self) -> None:
+        asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+class Uncancellable(Quick):
+    """Swallows every cancellation."""
+
+    async def rollout(self, task: Task, model: Model) -> Rollout:
+        while True:
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                continue
+
+
+class Freezing(Quick):
+    """Task 0 blocks the event loop for some seconds."""
+
+    def __init__(self, block_s: float) -> None:
+        super().__init__()
+        self._block_s = block_s
+
+    async def rollout(self, task: Task, model: Model) -> Rollout:
+        if task["index"] == 0:
+            time.sleep(self._block_s)  # noqa: ASYNC251  blocking is the point
+        return fixed_rollout(task["index"])
+
+
+class Bad(Quick):
+    """Every task goes wrong in its own way; the names are the tasks' indices, in order."""
+
+    ways = (
+        "raises",
+        "nan_reward",
+        "lengths_differ",
+        "wrong_type",
+        "exits",
+        "reward_is_text",
+        "metric_is_nan",
+        "metric_name_is_a_number",
+        "no_sequences",
+        "wrong_dtype",
+        "infinite_logprob",
+        "cancels_itself",
+        "broken_pipe",
+        "recursion",
+    )
+
+    async def rollout(self, task: Task, model: Model) -> Any:
+        way = self.ways[task["index"]]
+        rollout = fixed_rollout(1)
+        sequence = rollout.sequences[0]
+        if way == "raises":
+            raise ValueError("the answer has no boxed part")
+        if way == "nan_reward":
+            rollout.reward = float("nan")
+        elif way == "lengths_differ":
+            sequence.mask = sequence.mask[:-1]
+        elif way == "wrong_type":
+            return {"reward": 1.0}
+        elif way == "exits":
+            sys.exit(1)
+        elif way == "reward_is_text":
+            rollout.reward = "good"  # type: ignore[assignment]  # what a careless author does
+        elif way == "metric_is_nan":
+            rollout.metrics = {"speed": float("nan")}
+        elif way == "metric_name_is_a_number":
+            rollout.metrics = {1: 1.0}  # type: ignore[dict-item]  # what a careless author does
+        elif way == "no_sequences":
+            rollout.sequences = []
+        elif way == "wrong_dtype":
+            sequence.tokens = sequence.tokens.astype(np.int64)  # type: ignore[assignment]  # as above
+        elif way == "infinite_logprob":
+            sequence.logprobs = np.full(len(sequence.tokens), -np.inf, np.float32)
+        elif way == "cancels_itself":
+            raise asyncio.CancelledError
+        elif way == "broken_pipe":
+            raise BrokenPipeError("the sandbox went away")
+        elif way == "recursion":
+            return await self.rollout(task, model)
+        return rollout
+
+
+class Ranked(Quick):
+    """Scores whole groups: the reward is the rank in the group."""
+
+    async def score_group(self, task: Task, rollouts: list[Rollout]) -> list[float]:
+        if task["index"] == 1:
+            return [1.0]
+        if task["index"] == 2:
+            return [float("nan")] * len(rollouts)
+        return [float(rank) for rank in range(len(rollouts))]
+
+
+class Chatting(Quick):
+    """One turn with the model."""
+
+    async def rollout(self, task: Task, model: Model) -> Rollout:
+        reply = await model.chat([{"role": "user", "content": str(task["index"])}])
+        return model.rollout(float(task["index"]), metrics={"characters": len(reply.text)})
+
+
+class Sandboxed(Quick):
+    """Starts a process of its own for every rollout and waits for it."""
+
+    def __init__(self, pids: str) -> None:
+        super().__init__()
+        self._pids = Path(pids)
+
+    async def rollout(self, task: Task, model: Model) -> Rollout:
+        process = subprocess.Popen(["sleep", "600"])  # noqa: ASYNC220  left running on purpose
+        with self._pids.open("a") as file:
+            file.write(f"{process.pid}\n")
+        await asyncio.Event().wait()
+        return fixed_rollout(task["index"])
+
+
+class WhereAmI(Quick):
+    """Tells which interpreter it runs under."""
+
+    async def rollout(self, task: Task, model: Model) -> Rollout:
+        return fixed_rollout(task["index"], messages=[{"role": "system", "content": sys.prefix}])
+
+
+def lines(path: Path) -> Iterator[int]:
+    """The process ids in a file."""
+    if path.exists():
+        yield from (int(line) for line in path.read_text().split())

@@ -1,0 +1,119 @@
+"""Logs: one format for everything in the process, JSON lines unless a person watches."""
+
+import io
+import json
+import logging
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+import structlog
+
+from envs.logs import configure_logging
+
+
+class Terminal(io.StringIO):
+    """A stream that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture(autouse=True)
+def _as_before() -> Iterator[None]:
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    quiet = {name: logging.getLogger(name).level for name in ("asyncio", "aiohttp.access", "uvicorn.access")}
+    yield
+    structlog.reset_defaults()
+    root.handlers[:] = handlers
+    root.setLevel(level)
+    for name, before in quiet.items():
+        logging.getLogger(name).setLevel(before)
+
+
+def lines(stream: io.StringIO) -> list[dict[str, object]]:
+    return [json.loads(line) for line in stream.getvalue().splitlines()]
+
+
+def test_events_are_json_lines_with_the_fields_of_the_process() -> None:
+    """A file or a pipe gets JSON; what an event says itself wins over what is bound."""
+    out = io.StringIO()
+    configure_logging("info", stream=out, server="math-0", pid=1)
+    log = structlog.get_logger()
+    log.info("env.ready", tasks=3)
+    log.debug("env.hidden")
+    log.info("env.other", pid=2)
+    ready, other = lines(out)
+    assert (ready["event"], ready["level"], ready["server"], ready["tasks"]) == (
+        "env.ready",
+        "info",
+        "math-0",
+        3,
+    )
+    assert "time" in ready
+    assert other["pid"] == 2
+
+
+def test_the_standard_library_takes_the_same_road() -> None:
+    """Lines of aiohttp, uvicorn or an environment's own logger look like ours."""
+    out = io.StringIO()
+    configure_logging("info", stream=out, server="math-0")
+    logging.getLogger("some.library").warning("took %d s", 3)
+    logging.getLogger("some.library").debug("hidden")
+    (line,) = lines(out)
+    assert (line["event"], line["level"], line["server"], line["logger"]) == (
+        "took 3 s",
+        "warning",
+        "math-0",
+        "some.library",
+    )
+
+
+def test_exceptions_are_part_of_their_line() -> None:
+    """One event, one line, traceback included."""
+    out = io.StringIO()
+    configure_logging("info", stream=out)
+    try:
+        raise ValueError("broken")
+    except ValueError:
+        structlog.get_logger().exception("rollout.failed")
+    (line,) = lines(out)
+    assert "ValueError: broken" in str(line["exception"])
+
+
+def test_anything_can_be_logged() -> None:
+    """A value without a JSON form is shown as text instead of losing the line."""
+    out = io.StringIO()
+    configure_logging("info", stream=out)
+    structlog.get_logger().info("odd", thing=io, number=float("nan"), key={1: object})
+    (line,) = lines(out)
+    assert "module 'io'" in str(line["thing"])
+
+
+def test_a_terminal_gets_readable_lines() -> None:
+    """And a file can be told to."""
+    for stream, form in ((Terminal(), "auto"), (io.StringIO(), "pretty")):
+        configure_logging("info", form, stream=stream)  # type: ignore[arg-type]  # both are literals of LogFormat
+        structlog.get_logger().info("env.ready", tasks=3)
+        assert "env.ready" in stream.getvalue()
+        assert not stream.getvalue().startswith("{")
+
+
+def test_unknown_levels_and_formats_are_refused() -> None:
+    """With the ones there are."""
+    with pytest.raises(ValueError, match="debug, info, warning"):
+        configure_logging("loud")
+    with pytest.raises(ValueError, match="auto, pretty, json"):
+        configure_logging("info", "xml")  # type: ignore[arg-type]  # the mistake under test
+
+
+def test_importing_the_sdk_stays_light() -> None:
+    """An environment's process does not load the service's dependencies, nor HTTP before it needs it."""
+    code = "import sys, envs, envs.loader, envs.logs; print(sorted({m.split('.')[0] for m in sys.modules}))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=50
+    )
+    for heavy in ("pydantic", "orchestrator", "aiohttp", "uvicorn", "starlette", "zmq"):
+        assert f"'{heavy}'" not in done.stdout
