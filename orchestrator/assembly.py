@@ -88,6 +88,7 @@ class Assembly:
         self._max_barren = max_barren_batches * batch_size
         self._available = available
         self._offer = offer
+        self._by_version: Counter[int] = Counter()
         self._barren = 0
         self._barren_reasons: Counter[str] = Counter()
         self.held: tuple[str, int] | None = None
@@ -106,7 +107,7 @@ class Assembly:
             self._reject(pending, "stale", now)
             return
         group = build_group(pending, rewards, self._advantage(rewards), version_end=self._staleness.serving)
-        if (len(group.tokens) if self._count_tokens else group.size) > self._batch_size:
+        if self._size(group) > self._batch_size:
             self._reject(pending, "oversize", now)
             return
         self._record.record_group(group)
@@ -134,13 +135,14 @@ class Assembly:
         self.held, self.stuck = None, False
         while staleness.formed - staleness.trained < AHEAD and not self.finished:
             self._evict(now)
-            self.held = staleness.held_back_by(self._available())
+            self.held = staleness.held_back_by(self._by_version, self._available())
             if self.held is not None:
                 return
             groups = self._buffer.take(now=now)
             if groups is None:
                 self.stuck = True
                 return
+            self._unqueue(groups)
             step = staleness.formed + 1
             batch = Batch(step=step, version=staleness.version_at(step), groups=tuple(groups))
             staleness.formed = step
@@ -169,6 +171,11 @@ class Assembly:
     def queued(self) -> int:
         """What waits for a batch, in the unit of the batch."""
         return self._buffer.tokens if self._count_tokens else self._buffer.sequences
+
+    def starved(self) -> list[str]:
+        """Envs of which the next batch must have more than is queued and in flight: they are started first."""
+        wanted, queued = self._buffer.minimums, self._buffer.queued_by_env
+        return [env for env in self._buffer.starved if queued[env] + self._staleness.open_size(env) < wanted.get(env, 1)]
 
     def expected_size(self, env: str) -> int:
         """What a group of an env will probably add to the queue, in the unit of the batch."""
@@ -200,9 +207,21 @@ class Assembly:
             mean = self._mean_tokens.setdefault(group.env, float(tokens))
             self._mean_tokens[group.env] = mean + (tokens - mean) / 16
 
+        self._by_version[group.version] += self._size(group)
+
+    def _unqueue(self, groups: Iterable[Group]) -> None:
+        for group in groups:
+            self._by_version[group.version] -= self._size(group)
+            if not self._by_version[group.version]:
+                del self._by_version[group.version]
+
+    def _size(self, group: Group) -> int:
+        return len(group.tokens) if self._count_tokens else group.size
+
     def _evict(self, now: float) -> None:
         oldest = self._staleness.oldest_allowed(self._staleness.formed + 1)
         evicted: Sequence[Group] = self._buffer.evict_older_than(oldest)
+        self._unqueue(evicted)
         for group in evicted:
             self._record.evict_group(group, "stale")
             self._mix.on_drop(group.env, group.rollouts, now=now)

@@ -333,7 +333,7 @@ def _connect(
         staleness=run.staleness,
         ledger=run.ledger,
         queued=assembly.queued,
-        starved=lambda: run.buffer.starved,
+        starved=assembly.starved,
         expected_size=assembly.expected_size,
         now=time.monotonic(),
     )

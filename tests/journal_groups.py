@@ -5,7 +5,9 @@ import numpy as np
 from orchestrator.group import Batch, Group, TrainTask
 
 
-def make_group(position: int, env: str = "math", *, size: int = 4, longest: int = 40, transcript: bytes = b"") -> Group:
+def make_group(
+    position: int, env: str = "math", *, size: int = 4, longest: int = 40, transcript: bytes = b""
+) -> Group:
     """A group whose arrays anybody can make again from its env, position and size."""
     rng = np.random.default_rng([position, size, longest, *env.encode()])
     lengths = tuple(int(length) for length in rng.integers(1, longest, size))

@@ -301,6 +301,8 @@ def test_any_loss_latency_and_trainer_speed_make_progress_within_the_staleness_b
     assert max(world.ages()) <= max_versions
     trained = [group.id for _, _, batch in world.trained for group in batch.groups]
     assert len(trained) == len(set(trained))
+    if mode == "pace" and min_valid is None:
+        assert not world.record.evicted, "pace throws nothing away that was finished"
 
 
 @pytest.mark.parametrize("mode", ["pace", "drop"])

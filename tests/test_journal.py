@@ -35,7 +35,9 @@ async def recovered(run_dir: Path, **options: Any) -> Recovered:
 
 async def test_finished_groups_come_back_whole_and_in_the_order_of_recording(tmp_path: Path) -> None:
     """What recover() yields equals what was recorded, array by array."""
-    groups = [make_group(position, env) for position, env in ((3, "math"), (0, "code"), (1, "math"), (9, "code"))]
+    groups = [
+        make_group(position, env) for position, env in ((3, "math"), (0, "code"), (1, "math"), (9, "code"))
+    ]
     async with opened(tmp_path) as journal:
         for group in groups:
             journal.record_group(group)
@@ -77,7 +79,9 @@ async def test_a_batch_is_readable_by_others_when_its_callback_runs(tmp_path: Pa
     assert seen == [batch_facts(batch)]
 
 
-async def test_a_formed_batch_is_the_same_after_a_restart_and_its_groups_are_queued_no_more(tmp_path: Path) -> None:
+async def test_a_formed_batch_is_the_same_after_a_restart_and_its_groups_are_queued_no_more(
+    tmp_path: Path,
+) -> None:
     """The order of the groups in a batch is part of it."""
     groups = [make_group(position) for position in range(5)]
     batch = Batch(1, 7, (groups[3], groups[0]))
@@ -92,7 +96,9 @@ async def test_a_formed_batch_is_the_same_after_a_restart_and_its_groups_are_que
     assert again.last_acknowledged == 0
 
 
-async def test_acknowledged_batches_beyond_the_kept_ones_are_gone_and_the_others_are_told_apart(tmp_path: Path) -> None:
+async def test_acknowledged_batches_beyond_the_kept_ones_are_gone_and_the_others_are_told_apart(
+    tmp_path: Path,
+) -> None:
     """recover() has the unacknowledged batches with their acks, plus the kept acknowledged ones."""
     async with opened(tmp_path, keep_batches=2) as journal:
         for step in range(1, 7):
@@ -179,7 +185,9 @@ async def test_flush_returns_when_everything_before_it_is_on_disk(tmp_path: Path
             assert [row.task.position for row in reader.group_rows(queued=True)] == [0]
 
 
-async def test_the_backlog_is_bounded_by_a_flag_that_clears_when_the_disk_has_caught_up(tmp_path: Path) -> None:
+async def test_the_backlog_is_bounded_by_a_flag_that_clears_when_the_disk_has_caught_up(
+    tmp_path: Path,
+) -> None:
     """`full` is what stops dispatch while the disk is behind."""
     async with Journal.open(tmp_path, commit_interval_s=3600, max_backlog_bytes=1000) as journal:
         await journal.flush()
@@ -243,7 +251,9 @@ async def test_a_run_directory_that_cannot_be_written_is_an_error_with_its_name(
         Journal.open(tmp_path / "file" / "run")
 
 
-async def test_a_batch_of_unrecorded_groups_is_an_error_and_what_was_recorded_before_stays(tmp_path: Path) -> None:
+async def test_a_batch_of_unrecorded_groups_is_an_error_and_what_was_recorded_before_stays(
+    tmp_path: Path,
+) -> None:
     """on_error is called once; the journal takes nothing more and says why."""
     errors: list[JournalError] = []
     failed = asyncio.Event()
@@ -255,7 +265,9 @@ async def test_a_batch_of_unrecorded_groups_is_an_error_and_what_was_recorded_be
     journal = Journal.open(tmp_path, commit_interval_s=0.01, on_error=on_error)
     journal.record_group(make_group(0))
     await journal.flush()
-    journal.record_batch(make_batch(5), lambda: pytest.fail("a batch that is not recorded was called durable"))
+    journal.record_batch(
+        make_batch(5), lambda: pytest.fail("a batch that is not recorded was called durable")
+    )
     await failed.wait()
     assert journal.full
     with pytest.raises(JournalError, match="batch 5"):

@@ -86,12 +86,21 @@ class ProceduralTasks:
                 _trim(self._entries, _ENTRIES_KEPT)
         return entry
 
-    def score(self, index: int, answer: str | None) -> float:
-        """What the dataset says an answer is worth."""
+    def score(self, index: int, answer: str | None) -> tuple[float, bool]:
+        """What the dataset says an answer is worth, and whether it could read it.
+
+        Some datasets raise at an answer that is not of their form. That is a wrong answer, as long as they
+        can score their own; one that cannot is broken, and what it raises passes through.
+        """
         entry = self.entry(index)
         with self._lock:
             dataset, _ = self._locate(index)
-        return float(dataset.score_answer(answer=answer, entry=entry))
+        try:
+            return float(dataset.score_answer(answer=answer, entry=entry)), True
+        # Foreign code that raises anything at an answer that it does not expect.
+        except Exception:
+            dataset.score_answer(answer=entry["answer"], entry=entry)
+            return 0.0, False
 
     def _locate(self, index: int) -> tuple[Any, int]:
         """The dataset that holds an index, and the place in it."""
@@ -171,8 +180,10 @@ class ReasoningGym(Environment):
             messages.insert(0, {"role": "system", "content": self._instructions})
         reply = await model.chat(messages)
         answer = self.answer(reply.text)
-        reward = await loop.run_in_executor(self._threads, task.tasks.score, task.index, answer)
-        return model.rollout(reward, metrics={"answered": float(answer is not None)})
+        reward, readable = await loop.run_in_executor(self._threads, task.tasks.score, task.index, answer)
+        return model.rollout(
+            reward, metrics={"answered": float(answer is not None), "readable": float(readable)}
+        )
 
     def answer(self, text: str) -> str | None:
         """The answer in a reply, None for an empty one."""
@@ -195,7 +206,8 @@ def make_dataset(name: str, config: Mapping[str, Any]) -> Any:
         )
     try:
         made = config_class(**config)
-        made.validate()
+        if hasattr(made, "validate"):
+            made.validate()
         return dataset_class(config=made)
     except (AssertionError, TypeError, ValueError) as error:
         raise EnvironmentLoadError(f"reasoning_gym::{name}: args do not fit: {error}") from error
@@ -204,10 +216,13 @@ def make_dataset(name: str, config: Mapping[str, Any]) -> Any:
 class ReasoningGymLoader:
     """All datasets of the installed library."""
 
-    install = INSTALL
-
     def names(self) -> list[str]:
         return sorted(_datasets())
+
+    def about(self, name: str) -> str:
+        """What kind of problems a dataset has."""
+        module: str = _datasets()[name][0].__module__
+        return module.split(".")[1] if module.count(".") > 1 else ""
 
     def load(self, name: str, args: Mapping[str, Any]) -> Environment:
         if name not in _datasets():

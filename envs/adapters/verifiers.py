@@ -30,8 +30,6 @@ _TASKSETS = "verifiers.v1.tasksets"
 class VerifiersLoader:
     """What the installed generation of the library can load."""
 
-    install = f"{INSTALL} (0.4), or {INSTALL_CLASSIC} (classic), each in a virtualenv of its own"
-
     def names(self) -> list[str]:
         """Tasksets that the library ships and installed packages that build on it."""
         version = installed_version()

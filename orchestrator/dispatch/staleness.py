@@ -2,13 +2,15 @@
 
 Staleness of a group = version of the batch's training − oldest version that sampled it, queue time included.
 A batch that follows `k` untrained ones is trained at `published + k`, because the trainer publishes at most one
-version per step, before it acknowledges it. `pace` admits a group only while the step it falls into can still
-train it in time, and holds a batch back while a group in flight would be left behind; `drop` admits freely and
-gives up what became too old. Pure arithmetic: no clock, no I/O. Every loss gives its budget back, because the
-budget is computed from what is under way and never counted down.
+version per step, before it acknowledges it. So a version has a last step that can train it. `pace` admits a group
+only while the step it falls into comes in time, and holds a batch back while it would take newer work and leave more
+of an older version behind than its remaining steps can hold; `drop` admits freely and gives up what became too old.
+Pure arithmetic: no clock, no I/O. Every loss gives its budget back, because the budget is computed from what is under
+way and never counted down.
 """
 
 from collections import Counter
+from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
 
@@ -33,15 +35,19 @@ class Staleness:
 
     def opened(self, env: str, version: int, size: int) -> None:
         """A group of `size` expected sequences is under way."""
-        self._open[env, version] += 1
+        self._open[env, version] += size
         self.reserved += size
 
     def closed(self, env: str, version: int, size: int) -> None:
         """That group ended, however."""
-        self._open[env, version] -= 1
+        self._open[env, version] -= size
         if not self._open[env, version]:
             del self._open[env, version]
         self.reserved -= size
+
+    def open_size(self, env: str) -> int:
+        """What open groups of an env are expected to yield."""
+        return sum(size for (name, _), size in self._open.items() if name == env)
 
     def version_at(self, step: int) -> int:
         """The version that a step is trained on."""
@@ -71,17 +77,26 @@ class Staleness:
         """The oldest version that may be trained on in a step."""
         return self.version_at(step) - self.max_versions
 
-    def held_back_by(self, available: frozenset[str]) -> tuple[str, int] | None:
-        """The env and version of a group in flight that the next batch would leave behind, if one is to be waited for.
+    def held_back_by(self, queued: Mapping[int, int], available: Collection[str]) -> tuple[str, int] | None:
+        """The env and version of a group in flight that the next batch must wait for, or None.
 
-        Groups of envs that have no server now are not waited for.
+        `queued` has the size of what is queued by version; the next batch takes the oldest of it. Groups of envs that
+        have no server now are not waited for.
         """
-        if self.mode == "drop":
+        if self.mode == "drop" or not self._open:
             return None
-        needed = self.oldest_allowed(self.formed + 2)
-        for env, version in self._open:
-            if version < needed and env in available:
-                return env, version
+        open_sizes: Counter[int] = Counter()
+        for (env, version), size in self._open.items():
+            if env in available:
+                open_sizes[version] += size
+        waiting = in_queue = 0
+        for version in sorted(open_sizes.keys() | queued.keys()):
+            waiting += open_sizes[version]
+            in_queue += queued.get(version, 0)
+            left = waiting + max(0, in_queue - self.batch_size)
+            steps_left = version + self.max_versions - self.version_at(self.formed + 2) + 1
+            if waiting and left > max(0, steps_left) * self.batch_size:
+                return next((env, old) for (env, old) in self._open if old <= version and env in available)
         return None
 
     def state_dict(self) -> dict[str, Any]:

@@ -48,10 +48,17 @@ def test_every_dataset_name_loads_generates_far_out_and_scores(reasoning_gym: Dr
     for name in names:
         runs = [{"index": 2**31 + 7}]
         played = reasoning_gym.play(
-            f"reasoning_gym::{name}", runs, turns=[[{"content": "<answer>7</answer>"}]]
+            f"reasoning_gym::{name}", runs, turns=[[{"content": "<answer>no idea</answer>"}]]
         )
         assert "rollouts" in played["answers"][0], (name, played["answers"][0])
         assert played["tasks"] == {"train": None}
+
+
+def test_an_answer_that_the_dataset_cannot_read_is_wrong_and_not_a_failure(reasoning_gym: Driver) -> None:
+    """This dataset's scorer raises at anything that is not a product of numbers."""
+    answer = reasoning_gym.rollout("reasoning_gym::prime_factorization", turns=[[{"content": "no idea"}]])
+    assert answer["rollouts"][0]["reward"] == 0.0
+    assert answer["rollouts"][0]["metrics"] == {"answered": 1.0, "readable": 0.0}
 
 
 def test_a_task_is_a_pure_function_of_args_split_and_index(reasoning_gym: Driver) -> None:

@@ -102,8 +102,13 @@ def test_a_multi_turn_environment_answers_until_its_stop_condition(classic: Driv
     turns = [[{"content": "one"}], [{"content": "two"}], [{"content": "enots"}]]
     answer = classic.rollout(ID, args={"kind": "multi_turn"}, turns=turns)
     assert answer["rollouts"][0]["stop_reason"] == "out"
-    assert answer["requests"][-1]["messages"][-1]["content"] == "1 left"
-    assert spans(answer["mask"]) == 2
+    assert answer["rollouts"][0]["reward"] == 1.0
+    assert [request["messages"][-1]["content"] for request in answer["requests"]] == [
+        "Reverse stone",
+        "1 left",
+        "0 left",
+    ]
+    assert spans(answer["mask"]) == 3
 
 
 @pytest.mark.parametrize("kind", ["raising_reward", "reward_of_nothing"])
@@ -200,7 +205,7 @@ def test_an_environment_that_the_package_ships_works(classic: Driver) -> None:
         (ID, {"kind": "unheard-of"}, "no kind unheard-of"),
         (ID, {"knid": "single"}, "knid"),
         ("verifiers::no-such-environment", {}, 'no module "no_such_environment"'),
-        ("verifiers::v1-tested", {}, "which is not installed"),
+        ("verifiers::v1-tested", {}, "if it is a v1 taskset"),
     ],
 )
 def test_a_mistake_is_one_line(classic: Driver, id: str, args: dict[str, Any], said: str) -> None:  # noqa: A002
