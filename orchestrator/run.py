@@ -71,6 +71,7 @@ class Run:
         """Why the run ends, once it does."""
         self.weights_path: str | None = None
         self._clock = clock
+        self._update_failed = False
         self._published = asyncio.Event()
         self._group_ended = asyncio.Event()
         self._evals_file = run_dir / "evals.jsonl"
@@ -86,8 +87,16 @@ class Run:
 
     def on_ack(self, step: int) -> None:
         """Every rank is done with a batch."""
+        self.journal.record_acknowledged(step)
         self._trained(step)
-        if self.max_steps is not None and step >= self.max_steps:
+        self.end_if_complete()
+
+    def end_if_complete(self) -> None:
+        """End once every step is trained on and the evaluations of the last version are done."""
+        if self.max_steps is None or self.staleness.trained < self.max_steps:
+            return
+        last_evals_due = self.evals.any and self.staleness.serving != self.staleness.published
+        if not self.evals.active and (self._update_failed or not last_evals_due):
             self.end("max_steps reached")
 
     def on_publish(self, version: int, path: str | None) -> None:
@@ -130,10 +139,14 @@ class Run:
 
     def on_servers_changed(self) -> None:
         """Env servers became ready, or went away."""
-        for name, env in self.train.items():
-            self.buffer.set_available(name, env.available)
+        self._refresh_minimums()
         self.assembly.form(self._clock())
         self.on_change()
+
+    def _refresh_minimums(self) -> None:
+        """The minimum of an env without a server, or in quarantine, is waived."""
+        for name, env in self.train.items():
+            self.buffer.set_available(name, env.available and name not in self.mix.quarantined)
 
     def close(self) -> None:
         """Give up what is in flight; its tasks are asked again by a later process."""
@@ -151,6 +164,7 @@ class Run:
         for transition in self.mix.drain_transitions():
             event = "env.quarantined" if transition.change is Change.QUARANTINED else "env.restored"
             log.warning(event, env=transition.env, acceptance=round(transition.acceptance, 3))
+            self._refresh_minimums()
         self._group_ended.set()
         self.on_change()
 
@@ -164,6 +178,7 @@ class Run:
         with self._evals_file.open("a", encoding="utf-8") as file:
             file.write(json.dumps(result) + "\n")
         self.save()
+        self.end_if_complete()
 
     def trigger_evals(self) -> None:
         """Start the evaluations that are due after the last trained step."""
@@ -175,6 +190,10 @@ class Run:
         """Something that dispatch looks at has changed."""
         self.core.stuck = self.assembly.stuck
         self.core.paused = self.state != "running" or self.buffer.full or self.journal.full
+        if self.assembly.finished and not self.core.paused:
+            # Nothing that is in flight could be trained on any more.
+            self.core.paused = True
+            self.core.abandon("run_complete", self._clock(), lanes=(Lane.TRAIN,))
         self.driver.wake()
 
     async def update_weights(self) -> None:
@@ -191,11 +210,15 @@ class Run:
             except WeightUpdateError as error:
                 log.error("version.not_loaded", version=version, error=str(error), retry_in_s=UPDATE_RETRY_S)
                 asyncio.get_running_loop().call_later(UPDATE_RETRY_S, self._published.set)
+                self._update_failed = True
+                self.end_if_complete()
                 continue
+            self._update_failed = False
             self.staleness.serving = version
             self.save()
             self.trigger_evals()
             self.on_change()
+            self.end_if_complete()
 
     def _trained(self, step: int) -> None:
         if step <= self.staleness.trained:
@@ -224,6 +247,7 @@ class Run:
         if "mix" in state:
             for note in self.mix.load_state_dict(state["mix"]):
                 log.warning("mix.changed", note=note)
+            self.mix.forget_inflight()
         if "facts" in state:
             self.facts.load_state_dict(state["facts"])
         if "ledger" in state:
@@ -266,7 +290,7 @@ class Run:
     def _env_statuses(self, now: float) -> dict[str, EnvStatus]:
         numbers = self.mix.numbers(now)
         queued = self.buffer.queued_by_env
-        completed = {name: 0 for name in self.train}
+        completed = dict.fromkeys(self.train, 0)
         for lane, name, outcome, _, n in self.ledger.rows():
             if lane is Lane.TRAIN and outcome is Outcome.COMPLETED and name in completed:
                 completed[name] += n
@@ -333,6 +357,7 @@ class Run:
                     "actual_share": env.actual,
                     "sequences": env.emitted,
                     "rollouts": env.completed,
+                    "num_tasks": self.train[name].num_tasks,
                     "acceptance": env.acceptance,
                     "mean_latency_s": env.mean_latency_s,
                     "dropped": env.dropped,

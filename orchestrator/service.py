@@ -14,6 +14,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from orchestrator.env import EvalEnvs, TrainEnvs, side_by_side
 from orchestrator.errors import ConfigError, JournalError, OrchestratorError
 from orchestrator.evals import Evals
 from orchestrator.facts import Facts
+from orchestrator.group import Batch
 from orchestrator.health import Watchdog
 from orchestrator.http import build_app, serve_http
 from orchestrator.inference import InferencePool
@@ -76,6 +78,7 @@ class Service:
         run.on_change()
         run.assembly.form(time.monotonic())
         run.trigger_evals()
+        run.end_if_complete()
         watchdog = Watchdog(
             timeout_s=config.dispatch.stall_timeout_s,
             exit_on_stall=config.dispatch.exit_on_stall,
@@ -190,8 +193,16 @@ async def start_service(config: Config, *, fresh: bool = False) -> AsyncIterator
         )
         run, source = _build_run(config, journal=journal, train=train, evals=evals, pool=pool)
         server = _build_batch_server(config, run, recovered)
-        _connect(config, run, source=source, train=train, evals=evals, offer=server.offer)
+        _connect(
+            config,
+            run,
+            source=source,
+            train=train,
+            evals=evals,
+            offer=partial(_offer, server, config.max_steps),
+        )
         _restore(run, source=source, recovered=recovered, weights=weights)
+        _offer_recovered(server, recovered, config.max_steps)
         await stack.enter_async_context(server)
         stack.callback(run.close)
         http_address = await _serve_http(config, stack, run)
@@ -354,13 +365,10 @@ def _connect(
 
 def _restore(run: Run, *, source: TrainSource, recovered: Recovered, weights: dict[str, Any]) -> None:
     """Continue where an earlier process of the run ended."""
-    run.staleness.load_state_dict(
-        {
-            "published": weights["published"],
-            "formed": recovered.last_step,
-            "trained": recovered.last_acknowledged,
-        }
-    )
+    # A version is published before its step is acknowledged, so it tells of a trained step too.
+    published, formed = weights["published"], recovered.last_step
+    trained = max(recovered.last_acknowledged, published if published <= formed else 0)
+    run.staleness.load_state_dict({"published": published, "formed": formed, "trained": trained})
     run.weights_path = weights["path"]
     if recovered.empty:
         return
@@ -384,8 +392,15 @@ def _restore(run: Run, *, source: TrainSource, recovered: Recovered, weights: di
     )
 
 
+def _offer(server: BatchServer, max_steps: int | None, batch: Batch) -> None:
+    """Hand a durable batch to the trainer; behind the last one, iteration ends for every rank."""
+    server.offer(batch)
+    if batch.step == max_steps:
+        server.finish("max_steps reached")
+
+
 def _build_batch_server(config: Config, run: Run, recovered: Recovered) -> BatchServer:
-    server = BatchServer(
+    return BatchServer(
         bind=config.trainer.bind,
         world_size=config.trainer.world_size,
         run=run.journal.run_id,
@@ -401,12 +416,17 @@ def _build_batch_server(config: Config, run: Run, recovered: Recovered) -> Batch
         on_done=run.on_trainer_done,
         when_durable=run.journal.when_durable,
     )
+
+
+def _offer_recovered(server: BatchServer, recovered: Recovered, max_steps: int | None) -> None:
+    """Lease what an earlier process formed; the last acknowledgement of a batch may be found only now."""
     for batch in recovered.batches:
         if batch.step in recovered.acknowledged:
             server.keep(batch)
         else:
             server.offer(batch, recovered.acks.get(batch.step, ()))
-    return server
+    if max_steps is not None and recovered.last_step >= max_steps:
+        server.finish("max_steps reached")
 
 
 async def _serve_http(config: Config, stack: AsyncExitStack, run: Run) -> str | None:

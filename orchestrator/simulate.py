@@ -13,7 +13,7 @@ import random
 import statistics
 from array import array
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from orchestrator.buffer import BatchBuffer

@@ -382,16 +382,18 @@ async def test_failures_between_successes_make_no_suspect() -> None:
     assert endpoint.healthy
 
 
-async def test_requests_that_run_without_a_token_being_made_are_noticed_by_the_engines_own_counters() -> None:
-    """No rollout has to time out for a hung engine to be found."""
+@pytest.mark.parametrize("running", [3, 0])
+async def test_a_hung_engine_is_noticed_by_its_counters_before_any_rollout_times_out(running: int) -> None:
+    """Tokens that are not made show it, whatever the engine's gauges last said."""
     now = [0.0]
-    engine = ScriptedEngine(metrics=METRICS.format(running=3, tokens=50))
+    engine = ScriptedEngine(metrics=METRICS.format(running=running, tokens=50))
     async with engine, build_pool(engine, clock=lambda: now[0]) as pool:
         await pool.wait_ready(10)
         [watch] = pool.watches
+        pool.acquire(3)
         await watch.check()
         now[0] += QUICK.progress_timeout_s / 2
-        engine.metrics = METRICS.format(running=3, tokens=51)
+        engine.metrics = METRICS.format(running=running, tokens=51)
         await watch.check()
         now[0] += QUICK.progress_timeout_s
         await watch.check()
@@ -399,13 +401,13 @@ async def test_requests_that_run_without_a_token_being_made_are_noticed_by_the_e
         now[0] += 1.0
         await watch.check()
         assert pool.endpoints[0].state is EndpointState.SUSPECT
-        assert "3 requests run and no token was made for 121 s" in pool.endpoints[0].error
+        assert "3 rollouts in flight, no progress for 121 s" in pool.endpoints[0].error
 
 
 async def test_an_idle_engine_is_not_suspected() -> None:
-    """No token is made where nothing runs."""
+    """No token is due where nothing of ours is in flight."""
     now = [0.0]
-    engine = ScriptedEngine(metrics=METRICS.format(running=0, tokens=50))
+    engine = ScriptedEngine(metrics=METRICS.format(running=2, tokens=50))  # other clients' requests
     async with engine, build_pool(engine, clock=lambda: now[0]) as pool:
         await pool.wait_ready(10)
         for _ in range(5):

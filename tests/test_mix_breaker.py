@@ -105,6 +105,23 @@ def test_rollouts_that_are_dropped_later_count_against_an_env() -> None:
     assert mix.numbers(1.0)["a"].acceptance == 0.0
 
 
+@pytest.mark.parametrize("strategy", list(STRATEGIES))
+def test_rollouts_that_were_stopped_by_us_do_not_count_against_an_env(strategy: str) -> None:
+    """Cancelled rollouts leave flight; acceptance, debts and quarantine stay as they were."""
+    mix = make(strategy)
+    finish(mix, "a", 10, accepted=1)
+    before = [mix.owed(name) for name in mix.env_names]
+    for _ in range(100):
+        mix.on_dispatch("a", 8, now=2.0)
+        mix.on_cancel("a", 8, now=2.0)
+    numbers = mix.numbers(3.0)["a"]
+    assert (numbers.inflight, numbers.cancelled, numbers.finished, numbers.acceptance) == (0, 800, 10, 1.0)
+    assert mix.quarantined == frozenset()
+    assert [mix.owed(name) for name in mix.env_names] == before
+    mix.on_cancel("ghost", 3, now=3.0)
+    assert mix.unknown["ghost"] == 3
+
+
 def test_all_envs_failing_can_be_told_from_a_pause() -> None:
     """How long every env has been in quarantine is known, and 0 as soon as one is back."""
     mix = make(weights=(0.5, 0.5))

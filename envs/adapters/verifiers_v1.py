@@ -10,12 +10,16 @@ Imported only where the library is installed.
 
 import asyncio
 import itertools
+import os
 import re
+import shutil
+import sys
 import threading
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import structlog
@@ -154,6 +158,7 @@ class TasksetEnvironment(Environment):
         self.name = name
         table = dict(args)
         self._endless_tasks = int(table.pop("tasks", _ENDLESS_TASKS))
+        _find_uv()
         try:
             self._config = _env_config(name, table)
             self._env = vf.load_environment(self._config)
@@ -255,6 +260,13 @@ def _env_config(name: str, table: Mapping[str, Any]) -> Any:
             given["runtime"] = {"type": "subprocess"}
         data[role] = given
     return vf.resolve_env_config(data)
+
+
+def _find_uv() -> None:
+    """Let the library's local programs find the `uv` of this virtualenv; they would download one otherwise."""
+    beside = Path(sys.executable).parent
+    if shutil.which("uv") is None and (beside / "uv").exists():
+        os.environ["PATH"] = f"{beside}{os.pathsep}{os.environ.get('PATH', '')}"
 
 
 def _client_config(model: Model) -> Any:

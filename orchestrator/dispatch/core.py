@@ -119,9 +119,9 @@ class DispatchCore:
         for group in [group for group in self._groups if group.lane is Lane.TRAIN and group.version < oldest]:
             self._drop(group, "stale", again=True, now=now)
 
-    def abandon(self, reason: str, now: float) -> None:
-        """Give up everything that is under way; the tasks are asked again by a later process."""
-        for group in list(self._groups):
+    def abandon(self, reason: str, now: float, *, lanes: Collection[Lane] = tuple(Lane)) -> None:
+        """Give up everything of these lanes that is under way; the tasks are asked again by a later process."""
+        for group in [group for group in self._groups if group.lane in lanes]:
             self._drop(group, reason, again=True, now=now)
 
     # --- what goes out ---------------------------------------------------------------------------------------------
@@ -317,7 +317,9 @@ class DispatchCore:
     def _drop(self, group: PendingGroup, reason: str, *, again: bool, now: float) -> None:
         self._close(group, reason)
         group.results.clear()
-        if group.lane is Lane.TRAIN:
+        if group.lane is Lane.TRAIN and again:
+            self._mix.on_cancel(group.env, group.size, now=now)
+        elif group.lane is Lane.TRAIN:
             self._mix.on_finish(group.env, group.size, 0, now=now)
         self._out.append(GroupDropped(group, reason, again))
 

@@ -4,8 +4,9 @@ One `EndpointWatch` per endpoint, each in its own task, so that a mute server de
 and reports; the pool (through `Service`) changes states. An endpoint enters service only by `admit`: it
 answers, lists the model, serves the newest weights and, once it was lost, has finished a request.
 
-A hung engine keeps answering health checks. It shows by rollouts that fail in a row or by requests that run
+A hung engine keeps answering health checks. It shows by rollouts that fail in a row or by rollouts in flight
 while no token is made; then it gets no new work until its counters move or a probe of one token comes back.
+A false suspicion (every rollout is busy with its tools) costs one token.
 """
 
 import asyncio
@@ -37,8 +38,8 @@ _RETRY_MAX_S = 60.0
 class HealthPolicy:
     """When an endpoint is checked, and what takes it out of service.
 
-    `failures_allowed` failed checks in a row lose it; `suspect_after` failed rollouts in a row, or requests that
-    run for `progress_timeout_s` without a token, make it suspect; a probe has `probe_timeout_s` to come back.
+    `failures_allowed` failed checks in a row lose it; `suspect_after` failed rollouts in a row, or
+    `progress_timeout_s` without a token while rollouts are in flight, make it suspect; a probe has `probe_timeout_s` to come back.
     """
 
     interval_s: float = 2.0
@@ -187,17 +188,19 @@ class EndpointWatch:
         if metrics is not None:
             endpoint.metrics, endpoint.metrics_at = metrics, now
             moved = before is not None and metrics.generated_tokens != before.generated_tokens
-            if moved or metrics.running == 0:
-                endpoint.progress_at = now
+        # Our own count of what is in flight decides whether there should be progress: the gauges of a hung engine
+        # stay at whatever they were last, which may be zero.
+        if moved or endpoint.inflight == 0:
+            endpoint.progress_at = now
         self.controller.observe(metrics, inflight=endpoint.inflight, now=now)
         if self.controller.limit != endpoint.limit:
             self.service.set_limit(endpoint, self.controller.limit)
         if endpoint.state is EndpointState.SUSPECT:
             await self._probe(moved=moved)
-        elif metrics is not None and now - endpoint.progress_at > self.policy.progress_timeout_s:
+        elif now - endpoint.progress_at > self.policy.progress_timeout_s:
             idle_s = now - endpoint.progress_at
             self.service.suspect(
-                endpoint, f"{metrics.running} requests run and no token was made for {idle_s:.0f} s"
+                endpoint, f"{endpoint.inflight} rollouts in flight, no progress for {idle_s:.0f} s"
             )
 
     async def _probe(self, *, moved: bool) -> None:

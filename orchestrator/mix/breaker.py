@@ -52,6 +52,7 @@ class EnvNumbers:
     finished: int
     accepted: int
     dropped: int
+    cancelled: int
     acceptance: float
     """Accepted and not dropped per finished, whole run; 1 before anything finished."""
     recent_acceptance: float
@@ -69,6 +70,7 @@ class _Account:
         "accepted",
         "all",
         "area",
+        "cancelled",
         "credit",
         "dispatched",
         "dropped",
@@ -79,7 +81,7 @@ class _Account:
     )
 
     def __init__(self) -> None:
-        self.dispatched = self.finished = self.accepted = self.dropped = self.inflight = 0
+        self.dispatched = self.finished = self.accepted = self.dropped = self.cancelled = self.inflight = 0
         self.area = self.touched = 0.0  # ∫ inflight dt, and until when it is counted
         self.all = self.good = 0.0  # recent rollouts and accepted ones; each report forgets a little of both
         self.credit = 0.0  # towards the next probe
@@ -163,10 +165,7 @@ class CircuitBreaker(EnvMixStrategy):
         if account is None:
             self.unknown[env] += n
             return
-        account.advance(now)
-        left = min(n, account.inflight)
-        account.inflight -= left
-        self._inflight -= left
+        self._land(account, n, now)
         account.finished += n
         account.accepted += accepted
         if not account.all:
@@ -176,6 +175,15 @@ class CircuitBreaker(EnvMixStrategy):
         account.good = account.good * self._keep + accepted
         self.strategy.on_finish(env, n, accepted, now=now)
         self._judge(env, account, now)
+
+    def on_cancel(self, env: str, n: int, *, now: float) -> None:
+        account = self._accounts.get(env)
+        if account is None:
+            self.unknown[env] += n
+            return
+        self._land(account, n, now)
+        account.cancelled += n
+        self.strategy.on_cancel(env, n, now=now)
 
     def on_drop(self, env: str, n: int, *, now: float) -> None:
         account = self._accounts.get(env)
@@ -204,6 +212,7 @@ class CircuitBreaker(EnvMixStrategy):
                 finished=finished,
                 accepted=account.accepted,
                 dropped=account.dropped,
+                cancelled=account.cancelled,
                 acceptance=(account.accepted - account.dropped) / finished if finished else 1.0,
                 recent_acceptance=account.recent,
                 mean_latency_s=account.area / finished if finished else 0.0,
@@ -265,6 +274,12 @@ class CircuitBreaker(EnvMixStrategy):
         self._healthy = frozenset(self._mixed) - self.quarantined
         self._all_since = None
         return notes
+
+    def _land(self, account: _Account, n: int, now: float) -> None:
+        account.advance(now)
+        left = min(n, account.inflight)  # never below 0, should a report be made twice
+        account.inflight -= left
+        self._inflight -= left
 
     def _judge(self, env: str, account: _Account, now: float) -> None:
         if env in self.quarantined:

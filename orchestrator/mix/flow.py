@@ -120,6 +120,14 @@ class Flow(EnvMixStrategy):
         self._good[index] = self._good[index] * keep + accepted
         self._deliver(index, accepted)
 
+    def on_cancel(self, env: str, n: int, *, now: float) -> None:
+        index = self._index.get(env)
+        if index is None:
+            self.unknown[env] += n
+            return
+        self._advance(index, now)
+        self._inflight[index] = max(0, self._inflight[index] - n)
+
     def on_drop(self, env: str, n: int, *, now: float) -> None:
         index = self._index.get(env)
         if index is None:

@@ -87,6 +87,13 @@ class EnvMixStrategy(ABC):
         if env not in self._index:
             self.unknown[env] += n
 
+    def on_cancel(self, env: str, n: int, *, now: float) -> None:
+        """`n` rollouts were stopped by us and left flight; it says nothing about the env.
+
+        A strategy that does not tell this apart sees them as finished without result.
+        """
+        self.on_finish(env, n, 0, now=now)
+
     def set_active(self, active: Collection[str]) -> None:
         """From now on the mix is made of these envs alone; what the others owe or are owed is forgotten.
 

@@ -32,7 +32,8 @@ def spec(tmp_path: Path, environment: str = "Quick", **fields: Any) -> EnvSpec:
 
 
 def request(index: int = 0, **fields: Any) -> RunRequest:
-    return RunRequest(**({"split": "train", "index": index, "base_url": "http://127.0.0.1:9/v1"} | fields))
+    defaults: dict[str, Any] = {"split": "train", "index": index, "base_url": "http://127.0.0.1:9/v1"}
+    return RunRequest(**(defaults | fields))
 
 
 class Asked:
@@ -85,7 +86,7 @@ async def supervised(env: Env) -> AsyncIterator[Env]:
 
 async def until(condition: Callable[[], bool]) -> None:
     """Wait for something that announces itself to nobody; the test's own time limit ends it."""
-    while not condition():
+    while not condition():  # noqa: ASYNC110  there is no event to wait for
         await asyncio.sleep(0.02)
 
 

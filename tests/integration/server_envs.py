@@ -57,7 +57,7 @@ class Gated(Quick):
         self._gate = Path(gate)
 
     async def rollout(self, task: Task, model: Model) -> Rollout:
-        while not self._gate.exists():
+        while not self._gate.exists():  # noqa: ASYNC110  a file says nothing when it appears
             await asyncio.sleep(0.02)
         return fixed_rollout(task["index"])
 
@@ -168,7 +168,7 @@ class Bad(Quick):
         elif way == "no_sequences":
             rollout.sequences = []
         elif way == "wrong_dtype":
-            sequence.tokens = sequence.tokens.astype(np.int64)  # type: ignore[assignment]  # as above
+            sequence.tokens = sequence.tokens.astype(np.int64)
         elif way == "infinite_logprob":
             sequence.logprobs = np.full(len(sequence.tokens), -np.inf, np.float32)
         elif way == "cancels_itself":

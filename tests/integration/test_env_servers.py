@@ -1,3 +1,4 @@
+# ruff: noqa: ASYNC240  small local files
 """Env servers as real processes: how they start, die, hang, lie and are told apart, and that nothing stays behind."""
 
 import asyncio
@@ -49,9 +50,6 @@ async def nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> As
 @pytest.fixture
 def gate(tmp_path: Path) -> Path:
     return tmp_path / "gate"
-
-
-# --- starting and running -------------------------------------------------------------------------------
 
 
 async def test_a_spawned_environment_is_ready_and_runs_rollouts(tmp_path: Path) -> None:
@@ -130,7 +128,7 @@ async def test_the_argument_list_of_a_server_holds_no_configuration(tmp_path: Pa
 
 async def test_sockets_live_in_a_private_directory_that_goes_away(tmp_path: Path) -> None:
     """Only the user may enter it, its path is short, and shutdown removes it."""
-    async with Env(spec(tmp_path)) as env:
+    async with Env(spec(tmp_path)):
         log = (tmp_path / "logs" / "quick-0.log").read_text()
         address = next(
             msgspec.json.decode(line)["address"] for line in log.splitlines() if "listening" in line
@@ -139,9 +137,6 @@ async def test_sockets_live_in_a_private_directory_that_goes_away(tmp_path: Path
         assert path.parent.stat().st_mode & 0o777 == 0o700
         assert len(os.fsencode(path)) < 100
     assert not path.parent.exists()
-
-
-# --- bad rollouts -----------------------------------------------------------------------------------------
 
 
 async def test_every_way_to_go_wrong_is_one_failed_rollout_with_its_kind(tmp_path: Path) -> None:
@@ -182,9 +177,6 @@ async def test_a_run_that_takes_too_long_is_stopped_by_the_server(tmp_path: Path
         end = failure(await env.run_rollout(request(0, timeout_s=0.05)))
         assert (end.kind, end.retryable) == ("timed_out", True)
         assert env.inflight == 0
-
-
-# --- death ------------------------------------------------------------------------------------------------
 
 
 async def test_a_killed_worker_loses_and_doubles_nothing_and_comes_back(tmp_path: Path, gate: Path) -> None:
@@ -372,9 +364,6 @@ async def test_the_death_of_the_orchestrator_ends_everything_it_started(tmp_path
         await remote.stop(grace_s=10)
 
 
-# --- cancellation and freezing ------------------------------------------------------------------------------
-
-
 async def test_cancelling_a_request_aborts_its_http_request(tmp_path: Path) -> None:
     """The rollout is cancelled on its server, whose connection to the engine closes; the room comes back."""
     async with chat_endpoint() as endpoint:
@@ -446,9 +435,6 @@ async def test_draining_finishes_what_runs_and_accepts_nothing_new(tmp_path: Pat
         assert (end.kind, end.retryable) == ("not_accepted", True)
 
 
-# --- servers elsewhere --------------------------------------------------------------------------------------
-
-
 async def test_a_remote_server_that_is_restarted_is_used_again(tmp_path: Path, gate: Path) -> None:
     """Its closed connection fails what was in flight at once; when it is back, it is connected to again."""
     address = f"tcp://127.0.0.1:{free_port()}"
@@ -501,7 +487,7 @@ async def test_a_split_that_there_is_not_is_refused(tmp_path: Path) -> None:
     """The environment's own complaint is in the error."""
     address = f"tcp://127.0.0.1:{free_port()}"
     server = start_server(tmp_path, address)
-    with pytest.raises(EnvProtocolError, match='no split "absent".*KeyError'):
+    with pytest.raises(EnvProtocolError, match=r'no split "absent".*KeyError'):
         async with Env(spec(tmp_path, addresses=(address,), split="absent")):
             pass
     await server.stop(grace_s=10)
@@ -519,9 +505,6 @@ async def test_training_and_evaluation_share_a_remote_server(tmp_path: Path) -> 
             assert isinstance(await evaluation.run_rollout(request(1, split="eval")), object)
         assert result(await train.run_rollout(request(2))).rollouts[0].reward == 2.0
     await server.stop(grace_s=10)
-
-
-# --- other interpreters -------------------------------------------------------------------------------------
 
 
 def _virtualenv(path: Path, *, packages: Iterator[str] | None) -> str:
@@ -554,7 +537,7 @@ async def test_an_interpreter_without_what_servers_need_is_told_what_to_install(
 
 async def test_an_interpreter_that_does_not_exist_is_one_line(tmp_path: Path) -> None:
     """The path is in the message."""
-    with pytest.raises(EnvStartupError, match="cannot be started: .*/no/such/python"):
+    with pytest.raises(EnvStartupError, match=r"cannot be started: .*/no/such/python"):
         async with Env(spec(tmp_path, python="/no/such/python")):
             pass
 
@@ -568,9 +551,6 @@ async def test_a_directory_named_like_our_package_does_not_hide_it(
     monkeypatch.chdir(tmp_path)
     async with Env(spec(tmp_path)) as env:
         assert env.available
-
-
-# --- containers ---------------------------------------------------------------------------------------------
 
 
 async def test_environments_start_and_stop_side_by_side(tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ class Load:
     async def until(self, condition: Callable[[], bool], *, seconds: float = 240) -> None:
         """Wait until a condition holds that finished rollouts or the pool's watching bring about."""
         async with asyncio.timeout(seconds):
-            while not condition():
+            while not condition():  # noqa: ASYNC110  # conditions on a real engine have no event
                 await asyncio.sleep(0.02)
 
     async def _one(self, endpoint: Endpoint, number: int) -> None:

@@ -3,7 +3,8 @@
 Usage: make_model.py FOLDER --seed N. The tokenizer is the same for every seed, so that two folders differ in
 their weights alone. Runs in the engine's own virtualenv (torch, transformers, tokenizers).
 """
-# mypy: ignore-errors  (the engine's libraries are not installed where the project is type-checked)
+# The engine's libraries are not installed where the project is type-checked:
+# mypy: ignore-errors
 
 import argparse
 

@@ -1,0 +1,75 @@
+# `make run` and `make test` are all that a newcomer needs; both set up .venv first, once.
+# PYTHON=python3.12 picks the interpreter for a new .venv. With uv on the PATH it is used, else venv and pip.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+PACKAGES := orchestrator envs tests benchmarks
+NEW_ENOUGH := -c 'import sys; sys.exit(sys.version_info < (3, 11))'
+
+.DEFAULT_GOAL := help
+.PHONY: help setup run test test-slow test-vllm check format bench docs lock clean
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' Makefile
+
+setup: $(READY) ## make .venv and install everything into it
+
+run: $(READY) ## run the whole loop on this machine, from the start (configs/quickstart.toml)
+	$(BIN)/orchestrator run configs/quickstart.toml --fresh
+
+test: $(READY) ## run the tests, without the slow ones
+	$(BIN)/python -m pytest -m "not slow and not vllm"
+
+test-slow: $(READY) ## run the tests that take longer than a few seconds each
+	$(BIN)/python -m pytest -m "slow and not vllm" --timeout 600
+
+test-vllm: $(READY) ## run the tests against a real vLLM, which is installed first (3.4 GB)
+	$(BIN)/python -m pytest -m vllm tests/vllm
+
+check: $(READY) ## lint, formatting, types
+	$(BIN)/ruff check $(PACKAGES)
+	$(BIN)/ruff format --check $(PACKAGES)
+	$(BIN)/mypy --strict $(PACKAGES)
+
+format: $(READY) ## format the code, and fix what the linter can
+	$(BIN)/ruff check --fix $(PACKAGES)
+	$(BIN)/ruff format $(PACKAGES)
+
+bench: $(READY) ## print every figure; ONLY=name for one benchmark
+	$(BIN)/python -m benchmarks $(ONLY)
+
+docs: $(READY) ## write docs/configuration.md from the configuration's docstrings
+	$(BIN)/python -m orchestrator.config.reference docs/configuration.md
+
+lock: ## write constraints.txt anew, from the newest versions that pyproject.toml allows
+	$(call need_python)
+	rm -rf build/lock && $(PYTHON) -m venv build/lock
+	build/lock/bin/python -m pip install --quiet --upgrade --editable '.[dev]'
+	{ sed -n '/^#/p' constraints.txt; build/lock/bin/python -m pip freeze --exclude-editable; } > build/constraints.txt
+	mv build/constraints.txt constraints.txt
+
+clean: ## remove .venv, caches and build products; runs/ stays
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find $(PACKAGES) -type d -name __pycache__ -prune -exec rm -rf {} +
+
+define need_python
+@$(PYTHON) $(NEW_ENOUGH) || { echo "make: Python 3.11 or newer is needed, but $(PYTHON) is $$($(PYTHON) --version 2>&1); name another: make $(or $(MAKECMDGOALS),setup) PYTHON=python3.12" >&2; exit 1; }
+endef
+
+# The stamp is the last thing written: an interrupted set-up is taken up again. An interpreter that is gone or too old
+# (the checkout moved, the system was upgraded) makes .venv anew.
+$(READY): pyproject.toml constraints.txt
+	@$(BIN)/python $(NEW_ENOUGH) 2>/dev/null || rm -rf $(VENV)
+	@[ -e $(VENV) ] || { $(MAKE) --no-print-directory $(VENV); }
+	@if command -v uv >/dev/null; then \
+	  echo "installing with uv"; uv pip install --quiet --python $(BIN)/python --constraint constraints.txt --editable '.[dev]'; \
+	else \
+	  echo "installing with pip"; $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'; \
+	fi
+	@touch $@
+
+$(VENV):
+	$(call need_python)
+	@if command -v uv >/dev/null; then uv venv --quiet --python $(PYTHON) $@; else $(PYTHON) -m venv $@; fi

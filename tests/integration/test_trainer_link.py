@@ -1,0 +1,486 @@
+"""The trainer link with real sockets, real files and real processes: batches arrive, restarts and deaths do not matter."""
+
+import asyncio
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import pytest
+import zmq
+from structlog.testing import capture_logs
+
+from envs.curve import ServerKeys, generate_pair
+from orchestrator.batch_server import BatchServer
+from orchestrator.errors import TrainerLinkError
+from orchestrator.journal import Journal
+from orchestrator.trainer import AsyncTrainerClient, TrainerClient
+from tests.journal_groups import make_batch
+from tests.trainer_victim import digest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(params=["zmq", "filesystem"])
+def bind(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """An address to serve at, of each transport."""
+    return "tcp://127.0.0.1:*" if request.param == "zmq" else f"file://{tmp_path}/link"
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait for something that will come true; the test's time limit is the bound."""
+    while not condition():  # noqa: ASYNC110 # the conditions of tests have no events
+        await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def victim(address: str) -> AsyncIterator[asyncio.subprocess.Process]:
+    """A trainer in a process of its own, gone afterwards."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "tests.trainer_victim",
+        address,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        cwd=ROOT,
+    )
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+        # Reads to the end, so that no pipe is left open.
+        await process.communicate()
+
+
+async def line(process: asyncio.subprocess.Process) -> list[str]:
+    assert process.stdout is not None
+    return (await process.stdout.readline()).decode().split()
+
+
+async def say(process: asyncio.subprocess.Process, word: str) -> None:
+    assert process.stdin is not None
+    process.stdin.write(f"{word}\n".encode())
+    await process.stdin.drain()
+
+
+async def test_two_ranks_train_on_every_step_in_order_until_the_run_is_over(bind: str) -> None:
+    """Each batch reaches both ranks in equal shares; both learn why it ended."""
+    acked: list[int] = []
+    seen: dict[int, list[tuple[int, int]]] = {0: [], 1: []}
+    ended: dict[int, str | None] = {}
+
+    def train(address: str, rank: int) -> None:
+        with TrainerClient(address, rank=rank, world_size=2) as trainer:
+            for batch in trainer:
+                seen[rank].append((batch.step, len(batch)))
+            ended[rank] = trainer.finished
+
+    async with BatchServer(bind=bind, world_size=2, on_ack=acked.append) as server:
+        async with asyncio.TaskGroup() as ranks:
+            for rank in (0, 1):
+                ranks.create_task(asyncio.to_thread(train, server.address, rank))
+            for step in range(1, 6):
+                server.offer(make_batch(step))
+            await until(lambda: acked == [1, 2, 3, 4, 5])
+            server.finish("max_steps")
+        assert await server.wait_told(10)
+    assert seen == {rank: [(step, 4) for step in range(1, 6)] for rank in (0, 1)}
+    assert ended == {0: "max_steps", 1: "max_steps"}
+
+
+async def test_the_async_client_does_the_same(bind: str) -> None:
+    """Iteration, acknowledgement by going on, publication."""
+    versions: list[tuple[int, str | None]] = []
+    acked: list[int] = []
+    async with BatchServer(
+        bind=bind, world_size=1, on_ack=acked.append, on_publish=lambda v, p: versions.append((v, p))
+    ) as server:
+        for step in (1, 2, 3):
+            server.offer(make_batch(step))
+        server.finish("done")
+        steps = []
+        async with AsyncTrainerClient(server.address) as trainer:
+            async for batch in trainer:
+                steps.append(batch.step)
+                assert acked == steps[:-1]
+                assert await trainer.publish(batch.step, f"ckpt/{batch.step}") == ""
+            assert "before" in await trainer.publish(3)
+        assert steps == acked == [1, 2, 3]
+        assert versions == [(step, f"ckpt/{step}") for step in (1, 2, 3)]
+
+
+async def test_received_arrays_are_writable_and_the_batch_can_be_had_again_unchanged(bind: str) -> None:
+    """Writing into a batch changes nobody else's."""
+    async with BatchServer(bind=bind, world_size=1) as server:
+        server.offer(make_batch(1, groups=40))
+        async with AsyncTrainerClient(server.address) as trainer:
+            batch = await trainer.next_batch()
+            assert batch is not None
+            before = digest(batch)
+            for array in (batch.tokens, batch.mask, batch.logprobs, batch.rewards, batch.sequence_advantages):
+                assert array.flags.writeable
+                assert array.flags.aligned
+                array[:] = 1
+            assert digest(await trainer.get(1)) == before != digest(batch)
+
+
+async def test_both_transports_give_the_same_bytes(tmp_path: Path) -> None:
+    """The encoding does not depend on the way."""
+    digests = set()
+    for address in ("tcp://127.0.0.1:*", f"file://{tmp_path}/link"):
+        async with BatchServer(bind=address, world_size=2) as server:
+            server.offer(make_batch(4))
+            async with AsyncTrainerClient(server.address, rank=1, world_size=2) as trainer:
+                batch = await trainer.next_batch()
+                assert batch is not None
+                digests.add(digest(batch))
+    assert len(digests) == 1
+
+
+async def test_a_batch_in_hand_is_acknowledged_by_leaving_well_and_only_so(bind: str) -> None:
+    """`break` and leaving the block acknowledges; an exception does not."""
+    acked: list[int] = []
+    async with BatchServer(bind=bind, world_size=1, on_ack=acked.append) as server:
+        for step in (1, 2):
+            server.offer(make_batch(step))
+        with pytest.raises(ZeroDivisionError):
+            async with AsyncTrainerClient(server.address) as trainer:
+                async for batch in trainer:
+                    assert batch.step == 1
+                    raise ZeroDivisionError
+        assert acked == []
+        async with AsyncTrainerClient(server.address) as trainer:
+            async for batch in trainer:
+                assert batch.step == 1
+                break
+        assert acked == [1]
+        async with AsyncTrainerClient(server.address) as trainer:
+            async for batch in trainer:
+                assert batch.step == 2
+                await trainer.ack(2)
+                assert acked == [1, 2]
+                break
+
+
+async def test_a_trainer_killed_before_it_acknowledged_gets_the_same_batch_again(bind: str) -> None:
+    """And one killed after gets the next one."""
+    async with BatchServer(bind=bind, world_size=1) as server:
+        for step in (1, 2, 3):
+            server.offer(make_batch(step))
+        async with victim(server.address) as process:
+            assert await line(process) == ["joined"]
+            first = await line(process)
+            process.kill()
+            await process.wait()
+        async with victim(server.address) as process:
+            assert await line(process) == ["joined"]
+            assert await line(process) == first
+            await say(process, "ack")
+            assert await line(process) == ["acked", "1"]
+            process.kill()
+            await process.wait()
+        async with victim(server.address) as process:
+            assert await line(process) == ["joined"]
+            assert (await line(process))[:2] == ["batch", "2"]
+        assert server.leased == [2, 3]
+
+
+async def test_a_rank_that_dies_is_noticed(tmp_path: Path) -> None:
+    """The service says so and does not count it as connected."""
+    async with BatchServer(bind=f"ipc://{tmp_path}/s", world_size=1, probe_s=0.05) as server:
+        async with victim(server.address) as process:
+            assert await line(process) == ["joined"]
+            assert [rank.pid for rank in server.ranks] == [process.pid]
+            with capture_logs() as logs:
+                process.kill()
+                await until(lambda: server.ranks == [])
+        assert [entry["event"] for entry in logs] == ["trainer.rank_lost"]
+
+
+async def test_ctrl_c_interrupts_a_waiting_trainer(bind: str) -> None:
+    """A synchronous wait for a batch ends with KeyboardInterrupt, and the rank leaves in good order."""
+    async with BatchServer(bind=bind, world_size=1) as server, victim(server.address) as process:
+        assert await line(process) == ["joined"]
+        await until(lambda: any(rank.waiting for rank in server.ranks))
+        process.send_signal(signal.SIGINT)
+        assert await process.wait() == -signal.SIGINT
+        await until(lambda: server.ranks == [])
+
+
+async def test_a_waiting_trainer_survives_a_restart_of_the_service(
+    bind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It joins again by itself and asks again for what it was waiting for; nothing is repeated or left out."""
+    monkeypatch.setattr("orchestrator.trainer.PING_S", 0.05)
+    steps: list[int] = []
+    acked: list[int] = []
+
+    def train(address: str) -> None:
+        with TrainerClient(address) as trainer:
+            for batch in trainer:
+                steps.append(batch.step)
+
+    async with AsyncExitStack() as stack:
+        first = await stack.enter_async_context(
+            BatchServer(bind=bind, world_size=1, run="r", on_ack=acked.append)
+        )
+        first.offer(make_batch(1))
+        async with asyncio.TaskGroup() as group:
+            group.create_task(asyncio.to_thread(train, first.address))
+            await until(lambda: any(rank.waiting for rank in first.ranks))
+            await stack.aclose()
+            second = BatchServer(bind=first.address, world_size=1, run="r", last_step=1, on_ack=acked.append)
+            second.offer(make_batch(2))
+            async with second:
+                await until(lambda: acked == [1, 2])
+                second.finish("max_steps")
+                await until(lambda: second.ranks == [] and len(steps) == 2)
+    assert steps == [1, 2]
+
+
+async def test_what_was_said_while_the_service_was_away_arrives(
+    bind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A publication and an acknowledgement wait for the service to come back."""
+    monkeypatch.setattr("orchestrator.trainer.PING_S", 0.05)
+    versions: list[int] = []
+    acked: list[int] = []
+    async with AsyncExitStack() as stack:
+        first = await stack.enter_async_context(BatchServer(bind=bind, world_size=1, run="r"))
+        first.offer(make_batch(1))
+        trainer = await stack.enter_async_context(AsyncTrainerClient(first.address))
+        assert await trainer.next_batch()
+        await first.__aexit__(None, None, None)
+        async with asyncio.TaskGroup() as group:
+            published = group.create_task(trainer.publish(1, "ckpt"))
+            await asyncio.sleep(0)
+            second = BatchServer(
+                bind=first.address,
+                world_size=1,
+                run="r",
+                on_ack=acked.append,
+                on_publish=lambda version, path: versions.append(version),
+            )
+            second.offer(make_batch(1))
+            await stack.enter_async_context(second)
+        assert published.result() == ""
+        await trainer.ack(1)
+        assert (versions, acked) == ([1], [1])
+        # Already closed above, and must not be closed a second time.
+        first.__class__ = type("Closed", (), {"__aexit__": _nothing})
+    assert second.leased == []
+
+
+async def _nothing(*_: object) -> None:
+    """Stands in for a close that has happened."""
+
+
+async def test_a_trainer_of_another_run_is_not_served(bind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fresh run at the same address is not taken for the old one."""
+    monkeypatch.setattr("orchestrator.trainer.PING_S", 0.05)
+    first = BatchServer(bind=bind, world_size=1, run="old")
+    async with first:
+        trainer = AsyncTrainerClient(first.address)
+        await trainer.__aenter__()
+    async with BatchServer(bind=first.address, world_size=1, run="new"):
+        with pytest.raises(TrainerLinkError, match="now serves run new, rank 0 trains on run old"):
+            await trainer.next_batch()
+        await trainer.__aexit__(TrainerLinkError, TrainerLinkError(), None)
+
+
+async def test_the_newest_process_of_a_rank_wins_and_the_old_one_raises(
+    bind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The old one is told who took its place."""
+    monkeypatch.setattr("orchestrator.trainer.PING_S", 0.05)
+    async with BatchServer(bind=bind, world_size=1) as server:
+        with pytest.raises(TrainerLinkError, match="a newer process has joined as rank 0"):
+            async with AsyncTrainerClient(server.address) as old:
+                async with AsyncTrainerClient(server.address) as new:
+                    server.offer(make_batch(1))
+                    batch = await new.next_batch()
+                    assert batch is not None
+                    await old.next_batch()
+
+
+async def test_a_wrong_world_size_is_refused_with_both_numbers(bind: str) -> None:
+    """Before any batch is served."""
+    async with BatchServer(bind=bind, world_size=4) as server:
+        with pytest.raises(TrainerLinkError, match=r"rank 0 of world size 2, .* world size 4"):
+            async with AsyncTrainerClient(server.address, rank=0, world_size=2):
+                pytest.fail("joined")
+
+
+async def test_silence_is_an_error_that_names_the_address(tmp_path: Path) -> None:
+    """After `timeout_s` without an answer, for both clients and both transports."""
+    for address in (f"ipc://{tmp_path}/nobody", f"file://{tmp_path}/nobody"):
+        with pytest.raises(TrainerLinkError, match=r"no orchestrator has answered at .*nobody for"):
+            async with AsyncTrainerClient(address, timeout_s=0.2):
+                pytest.fail("joined")
+
+        def join(address: str) -> None:
+            with TrainerClient(address, timeout_s=0.2):
+                pytest.fail("joined")
+
+        with pytest.raises(TrainerLinkError, match="is it running"):
+            await asyncio.to_thread(join, address)
+
+
+async def test_a_late_rank_gets_what_the_others_have_had(bind: str) -> None:
+    """A batch waits for all ranks, however late."""
+    acked: list[int] = []
+    async with BatchServer(bind=bind, world_size=2, on_ack=acked.append) as server:
+        for step in (1, 2):
+            server.offer(make_batch(step))
+        server.finish("max_steps")
+        async with AsyncTrainerClient(server.address, rank=0, world_size=2) as early:
+            assert [batch.step async for batch in early] == [1, 2]
+        assert server.leased == [1, 2]
+        async with AsyncTrainerClient(server.address, rank=1, world_size=2) as late:
+            assert [batch.step async for batch in late] == [1, 2]
+        assert acked == [1, 2]
+
+
+async def test_a_trainer_that_fell_back_to_its_checkpoint_goes_on_behind_it(bind: str) -> None:
+    """`resume_after` asks again for kept batches; those that are gone are named."""
+    async with BatchServer(bind=bind, world_size=1, keep=2) as server:
+        for step in (1, 2, 3, 4):
+            server.offer(make_batch(step))
+        server.finish("max_steps")
+        async with AsyncTrainerClient(server.address) as trainer:
+            assert [batch.step async for batch in trainer] == [1, 2, 3, 4]
+        async with AsyncTrainerClient(server.address, resume_after=2) as trainer:
+            assert [batch.step async for batch in trainer] == [3, 4]
+        async with AsyncTrainerClient(server.address, resume_after=0) as trainer:
+            with pytest.raises(TrainerLinkError, match="step 1 is no longer kept"):
+                await trainer.next_batch()
+
+
+async def test_prefetching_asks_ahead_and_changes_nothing_else(bind: str) -> None:
+    """The next batch is on its way while the last one is trained on."""
+    acked: list[int] = []
+    async with BatchServer(bind=bind, world_size=1, on_ack=acked.append) as server:
+        async with AsyncTrainerClient(server.address, prefetch=True) as trainer:
+            server.offer(make_batch(1))
+            assert (await anext(trainer)).step == 1
+            await until(lambda: any(rank.waiting for rank in server.ranks))
+            assert acked == []
+            server.offer(make_batch(2))
+            assert (await anext(trainer)).step == 2
+            assert acked == [1]
+
+
+async def test_an_interrupted_wait_for_a_batch_goes_on_with_the_next_call(bind: str) -> None:
+    """A cancelled `next_batch` loses nothing."""
+    async with BatchServer(bind=bind, world_size=1) as server, AsyncTrainerClient(server.address) as trainer:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await trainer.next_batch()
+        server.offer(make_batch(1))
+        assert (await anext(trainer)).step == 1
+
+
+async def test_done_reaches_the_service(bind: str) -> None:
+    """The trainer may end the run."""
+    said: list[str] = []
+    async with BatchServer(bind=bind, world_size=1, on_done=lambda: said.append("done")) as server:
+        async with AsyncTrainerClient(server.address) as trainer:
+            await trainer.done()
+        assert said == ["done"]
+
+
+async def test_an_address_in_use_is_an_error_that_names_it() -> None:
+    """One line for the user, nothing left open."""
+    async with BatchServer(bind="tcp://127.0.0.1:*", world_size=1) as server:
+        with pytest.raises(TrainerLinkError, match=r"cannot listen at tcp://127.0.0.1:\d+"):
+            async with BatchServer(bind=server.address, world_size=1):
+                pytest.fail("bound twice")
+
+
+async def test_only_trainers_with_a_known_key_are_let_in() -> None:
+    """CURVE: the right pair joins, an unknown pair and no key at all hear nothing."""
+    ours, theirs, strangers = generate_pair(), generate_pair(), generate_pair()
+    keys = ServerKeys(ours, clients=(theirs.public,))
+    async with BatchServer(bind="tcp://127.0.0.1:*", world_size=1, keys=keys) as server:
+        server.offer(make_batch(1))
+
+        def client(public: str, secret: str, timeout_s: float) -> AsyncTrainerClient:
+            return AsyncTrainerClient(
+                server.address,
+                timeout_s=timeout_s,
+                server_key=ours.public.encode(),
+                public_key=public.encode(),
+                secret_key=secret.encode(),
+            )
+
+        async with client(theirs.public, theirs.secret, 30) as trainer:
+            assert (await anext(trainer)).step == 1
+        with pytest.raises(TrainerLinkError, match="are the address and the keys right"):
+            async with client(strangers.public, strangers.secret, 0.3):
+                pytest.fail("joined with an unknown key")
+        with pytest.raises(TrainerLinkError, match="are the address and the keys right"):
+            async with AsyncTrainerClient(server.address, timeout_s=0.3):
+                pytest.fail("joined without a key")
+
+
+async def test_nonsense_on_the_socket_does_not_disturb_the_service() -> None:
+    """It is answered with a refusal; ranks are served as before."""
+    async with BatchServer(bind="tcp://127.0.0.1:*", world_size=1) as server:
+        server.offer(make_batch(1))
+        context = zmq.Context()
+        socket = context.socket(zmq.DEALER)
+        socket.connect(server.address)
+        socket.send_multipart([b"\xc1", b"what"])
+        await asyncio.to_thread(socket.poll)
+        assert b"refused" in socket.recv()
+        socket.close(0)
+        context.term()
+        async with AsyncTrainerClient(server.address) as trainer:
+            assert (await anext(trainer)).step == 1
+
+
+async def test_what_a_trainer_was_told_holds_after_a_crash(tmp_path: Path) -> None:
+    """With the journal behind the desk: an answered ack is on disk, and the batch is the same when served again."""
+    address = f"ipc://{tmp_path}/s"
+    async with Journal.open(tmp_path / "run") as journal:
+        for step in (1, 2):
+            for group in make_batch(step).groups:
+                journal.record_group(group)
+        server = BatchServer(
+            bind=address,
+            world_size=1,
+            run=journal.run_id,
+            keep=0,
+            load=journal.load_batch,
+            when_durable=journal.when_durable,
+            on_rank_ack=journal.record_ack,
+            on_ack=journal.record_acknowledged,
+        )
+        async with server:
+            for step in (1, 2):
+                batch = make_batch(step)
+                journal.record_batch(batch, lambda batch=batch: server.offer(batch))  # type: ignore[misc] # binds the loop's value
+            async with AsyncTrainerClient(address) as trainer:
+                first = await trainer.next_batch()
+                assert first is not None
+                await trainer.ack(1)
+                with_journal = journal.recover()
+                assert with_journal.last_acknowledged == 1
+                # No longer in memory: read back from the journal.
+                assert digest(await trainer.get(1)) == digest(first)
+                second = await trainer.next_batch()
+                assert second is not None
+                digest_of_second = digest(second)
+                trainer._in_hand = None
+    async with Journal.open(tmp_path / "run") as journal:
+        again = journal.recover(world_size=1)
+        server = BatchServer(bind=address, world_size=1, run=journal.run_id, last_step=again.last_step)
+        for batch in again.batches:
+            if batch.step not in again.acknowledged:
+                server.offer(batch, again.acks.get(batch.step, ()))
+        assert server.leased == [2]
+        async with server, AsyncTrainerClient(address) as trainer:
+            assert digest(await anext(trainer)) == digest_of_second
