@@ -13,6 +13,7 @@ import os
 import sys
 import time
 
+import uvloop
 import verifiers as vf
 from cpu_time import cpu_s
 from verifiers.types import ClientConfig
@@ -30,7 +31,9 @@ async def measure(env, config: ClientConfig, rollouts: int) -> dict[str, float]:
         for row in pending:
             output = await env.run_rollout(row, config, "policy", sampling, state_columns=["trajectory"])
             tokens = output["trajectory"][0]["tokens"]
-            assert len(tokens["prompt_ids"]) > len(tokens["completion_ids"]) > 0
+            assert len(tokens["prompt_ids"]) + len(tokens["completion_ids"]) == len(
+                tokens["prompt_mask"] + tokens["completion_logprobs"]
+            )
 
     server = env.env_server_process.pid
     wall, cpu, server_cpu = time.perf_counter(), time.process_time(), cpu_s(server)
@@ -63,4 +66,5 @@ async def main() -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main())
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(main())

@@ -5,7 +5,7 @@ import json
 
 from aiohttp import web
 
-PROMPT_TOKENS, SAMPLED_TOKENS = 512, 256
+PROMPT_TOKENS, SAMPLED_TOKENS = 512, 1536
 
 _ANSWER = json.dumps(
     {

@@ -19,6 +19,8 @@ import uvloop
 
 from benchmarks.frame import Figure
 from orchestrator.config import Config
+from orchestrator.config.sections import InferenceConfig
+from orchestrator.local.children import LocalChildren
 from orchestrator.service import Service, start_service
 
 
@@ -89,8 +91,7 @@ def measure(
     with tempfile.TemporaryDirectory(prefix="bench-") as directory:
         config = Config(
             run_dir=Path(directory),
-            local={"trainer": False},  # type: ignore[arg-type]  # pydantic makes the section
-            batch={"size": batch_size},  # type: ignore[arg-type]  # same
+            batch={"size": batch_size},  # type: ignore[arg-type]  # pydantic makes the section
             train={  # type: ignore[arg-type]  # same
                 "group_size": 8,
                 "env": [
@@ -115,13 +116,16 @@ def measure(
 
 async def _measure(config: Config, warm_s: float, for_s: float) -> Measured:
     result: list[Measured] = []
-    async with start_service(config) as service:
-        trainer = subprocess.Popen([sys.executable, "-m", "benchmarks._trainer", service.server.address])
-        try:
-            await service.serve(_observe(service, warm_s, for_s, result))
-        finally:
-            trainer.terminate()
-            trainer.wait()
+    async with LocalChildren(config.run_dir) as children:
+        url = children.start_server(model=config.model.name, seed=0, latency_s=0.0)
+        config = config.model_copy(update={"inference": InferenceConfig(base_urls=[url])})
+        async with start_service(config) as service:
+            trainer = subprocess.Popen([sys.executable, "-m", "benchmarks._trainer", service.server.address])
+            try:
+                await service.serve(_observe(service, warm_s, for_s, result))
+            finally:
+                trainer.terminate()
+                trainer.wait()
     return result[0]
 
 

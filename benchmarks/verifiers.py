@@ -1,7 +1,7 @@
 """A classic verifiers environment of one turn, hosted here and under the library's own ZMQ server.
 
-Same environment, same inference server that answers at once, one worker each, token ids and log-probabilities
-delivered to the client in both. CPU time per rollout of the client (what the orchestrator pays) and of the
+Same environment, same inference server that answers at once with 2,048 tokens in all, one worker each, token ids
+and log-probabilities delivered to the client in both. CPU time per rollout of the client (what the orchestrator pays) and of the
 server's processes; the wall figure says only that neither waits for something else.
 """
 
@@ -15,6 +15,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+import uvloop
 
 from benchmarks.environments.cpu_time import cpu_s
 from benchmarks.frame import Figure, median_and_spread
@@ -33,8 +35,9 @@ def figures(quick: bool = False) -> list[Figure]:
         print(f"verifiers: left out, {VENV.name} is not there; run tests/adapters/setup_venvs")
         return []
     rollouts, repeats = (256, 1) if quick else (2048, 3)
-    with _stub() as url, _peer(url) as peer:
-        samples = asyncio.run(_alternate(url, peer, rollouts=rollouts, repeats=repeats))
+    # The loop of the service; the peer's client has the same.
+    with _stub() as url, _peer(url) as peer, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        samples = runner.run(_alternate(url, peer, rollouts=rollouts, repeats=repeats))
     return _figures(*samples, rollouts=rollouts)
 
 
@@ -140,7 +143,7 @@ def _stub() -> Iterator[str]:
 def _peer(url: str) -> Iterator["subprocess.Popen[str]"]:
     # Only the environment's directory is on the path: our own modules must not hide the library.
     environ = {**os.environ, "PYTHONPATH": str(HERE / "environments"), "HF_HUB_OFFLINE": "1"}
-    command = [VENV / "bin" / "python", "-P", HERE / "_verifiers_peer.py", url]
+    command = [str(VENV / "bin" / "python"), "-P", str(HERE / "_verifiers_peer.py"), url]
     previous = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = environ["PYTHONPATH"]
     try:

@@ -203,7 +203,7 @@ class ServerLauncher:
                 )
 
     def explain(self, log_tail: str) -> str:
-        """A remedy that the last lines of a server's log suggest."""
+        """What the last lines of a server's log say in one: its own reason, or the remedy they suggest."""
         python = self._spec.python or sys.executable
         for module in _NEEDED:
             if f"No module named '{module}'" in log_tail:
@@ -211,6 +211,11 @@ class ServerLauncher:
                 return f"{python} lacks {module}; run: {python} -m pip install {packages}"
         if "nknown option: -P" in log_tail:
             return f"{python} is older than Python 3.11, which env servers need"
+        for line in reversed(log_tail.splitlines()):
+            with contextlib.suppress(msgspec.DecodeError):
+                record = msgspec.json.decode(line)
+                if isinstance(record, dict) and record.get("event") == "server.start_failed":
+                    return str(record.get("why"))
         return ""
 
 

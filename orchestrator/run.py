@@ -5,6 +5,7 @@ answered by `status()`; everything that a later process needs is in the journal 
 """
 
 import asyncio
+import contextlib
 import json
 import time
 from collections.abc import Callable, Mapping
@@ -209,9 +210,11 @@ class Run:
                 await self.pool.update_weights(version, path)
             except WeightUpdateError as error:
                 log.error("version.not_loaded", version=version, error=str(error), retry_in_s=UPDATE_RETRY_S)
-                asyncio.get_running_loop().call_later(UPDATE_RETRY_S, self._published.set)
                 self._update_failed = True
                 self.end_if_complete()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._published.wait(), UPDATE_RETRY_S)
+                self._published.set()
                 continue
             self._update_failed = False
             self.staleness.serving = version

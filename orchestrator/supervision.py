@@ -69,7 +69,7 @@ class Launcher(Protocol):
         """EnvProtocolError when the server is not what its siblings are."""
 
     def explain(self, log_tail: str) -> str:
-        """A remedy that the last lines of a server's log suggest, or nothing."""
+        """What the last lines of a server's log say in one, or nothing."""
 
 
 class Life:
@@ -256,13 +256,15 @@ class ServerSlot:
             why = link.handshake_error if link is not None and link.handshake_error else "does it run there?"
             return EnvStartupError(self.env, f"{what} at {address}; {why}")
         tail = life.process.log_tail()
-        remedy = self.launcher.explain(tail)
-        if not remedy and not life.ended.done():
-            remedy = 'raise ready_timeout_s, or run "orchestrator env try" on it to see what it does'
-        return EnvStartupError(
-            self.env, f"{what}; {remedy}\nlast lines of its log:\n{tail}" if tail else f"{what}; {remedy}"
-        )
+        why = self.launcher.explain(tail)
+        if not why and not life.ended.done():
+            why = 'raise ready_timeout_s, or run "orchestrator env try" on it to see what it does'
+        return EnvStartupError(self.env, "; ".join(filter(None, [what, why])) + _last_lines(tail))
 
     def _obituary(self, life: Life, reason: str) -> str:
         tail = life.process.log_tail() if life.process is not None else ""
-        return f"server {self.name} keeps dying and its restarts are used up ({reason})\nlast lines of its log:\n{tail}"
+        return f"server {self.name} keeps dying and its restarts are used up ({reason}){_last_lines(tail)}"
+
+
+def _last_lines(tail: str) -> str:
+    return f"\nlast lines of its log:\n{tail}" if tail else ""

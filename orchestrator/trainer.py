@@ -36,9 +36,6 @@ from orchestrator.training_batch import TrainingBatch, TrainingSequence, decode_
 
 __all__ = ["AsyncTrainerClient", "TrainerClient", "TrainerLinkError", "TrainingBatch", "TrainingSequence"]
 
-PING_S = 2.0
-"""How long a waiting client stays quiet before it asks whether the service is still there."""
-
 T = TypeVar("T")
 Waiting = Generator[float, None, T]
 """What a client does, yielding how many seconds to wait for the next message whenever it has to."""
@@ -56,6 +53,7 @@ class _Conversation:
         resume_after: int | None = None,
         prefetch: bool = False,
         timeout_s: float = 600.0,
+        ping_s: float = 2.0,
         server_key: bytes | None = None,
         public_key: bytes | None = None,
         secret_key: bytes | None = None,
@@ -65,12 +63,13 @@ class _Conversation:
         `resume_after` is the last step in the trainer's checkpoint: iteration starts behind it, with batches that
         the service still keeps. By default it starts at the first batch that this rank has not acknowledged.
         `prefetch` asks for the next batch while the last one is trained on. `timeout_s` is how long the service
-        may be silent. The keys are CURVE keys (Z85); without a pair of its own a client makes one.
+        may be silent; a client that waits asks every `ping_s` whether it is there. The keys are CURVE keys (Z85); without a pair of its own a client makes one.
         """
         self.address = address
         self.finished: str | None = None
         self._session = TrainerSession(rank=rank, world_size=world_size)
         self._timeout_s = timeout_s
+        self._ping_s = min(ping_s, timeout_s / 4)
         self._prefetch = prefetch
         self._after = resume_after
         self._in_hand: int | None = None
@@ -193,7 +192,7 @@ class _Conversation:
                 f"no orchestrator has answered at {self.address} for {silent_s:.0f} s (rank {self.rank} of "
                 f"{self.world_size}); is it running, and are the address and the keys right?"
             )
-        return min(PING_S, self._timeout_s / 4)
+        return self._ping_s
 
     def _batch_of(self, reply: Reply) -> TrainingBatch | None:
         match reply.answer:

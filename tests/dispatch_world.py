@@ -89,23 +89,31 @@ class Pool:
 
 
 class Record:
-    """Remembers what would be written; a batch is durable at once."""
+    """Remembers what would be written; a batch is durable at once, or when its callback in `waiting` is called."""
 
     def __init__(self) -> None:
+        self.events: list[str] = []
+        self.at_once = True
+        self.waiting: list[Callable[[], None]] = []
         self.groups: list[Group] = []
         self.tasks: list[tuple[str, int, str]] = []
         self.batches: list[Batch] = []
         self.evicted: list[Group] = []
 
     def record_group(self, group: Group) -> None:
+        self.events.append(f"group {group.id}")
         self.groups.append(group)
 
     def record_task(self, env: str, position: int, outcome: str) -> None:
         self.tasks.append((env, position, outcome))
 
     def record_batch(self, batch: Batch, on_durable: Callable[[], None]) -> None:
+        self.events.append(f"batch {batch.step}")
         self.batches.append(batch)
-        on_durable()
+        if self.at_once:
+            on_durable()
+        else:
+            self.waiting.append(on_durable)
 
     def evict_group(self, group: Group, reason: str) -> None:
         self.evicted.append(group)

@@ -36,7 +36,7 @@ from orchestrator.errors import ConfigError
 
 ENV_PREFIX = "ORCHESTRATOR__"
 
-__all__ = ["Config", "find_warnings", "load_config"]
+__all__ = ["Config", "find_warnings", "load_config", "table_model"]
 
 
 class Config(BaseSettings):
@@ -200,17 +200,18 @@ def _section(location: tuple[int | str, ...]) -> type[BaseModel] | None:
         if isinstance(part, int):
             continue
         field = current.model_fields.get(part)
-        current = _model_of(field.annotation) if field is not None else None
+        current = table_model(field.annotation) if field is not None else None
         if current is None:
             return None
     return current  # type: ignore[no-any-return]  # narrowed by construction: only model classes are followed
 
 
-def _model_of(annotation: Any) -> type[BaseModel] | None:
+def table_model(annotation: Any) -> type[BaseModel] | None:
+    """The class of the table, or of the tables, that a field with this annotation holds."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     for argument in getattr(annotation, "__args__", ()):
-        found = _model_of(argument)
+        found = table_model(argument)
         if found is not None:
             return found
     return None

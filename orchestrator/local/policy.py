@@ -137,17 +137,18 @@ class Policy:
         logits -= np.log(np.exp(logits).sum(axis=1, keepdims=True))
         return logits
 
-    def learn(self, experience: Experience, *, learning_rate: float, clip: float = 0.2) -> dict[str, float]:
+    def learn(self, experience: Experience, *, learning_rate: float, clip: float = 3.0) -> dict[str, float]:
         """One step up the clipped policy-gradient objective (PPO's, with the advantages of GRPO); returns what it saw.
 
-        A token whose probability has already moved by more than `clip` the way its advantage points is left out;
-        the others are weighted by how much likelier they are now than when they were sampled.
+        A token that is already `clip` times likelier (rarer) than when it was sampled gets no further push up (down);
+        the others are weighted by that ratio. The range is wider than for large models, because this policy moves
+        far in one step and learns from batches that are a step or two old.
         """
         rows, last, actions, old, advantages = experience.arrays()
         every = np.arange(len(actions))
         logprobs = self.log_probabilities(rows, last)
         ratio = np.exp(logprobs[every, actions] - old)
-        inside = np.where(advantages > 0, ratio < 1 + clip, ratio > 1 - clip)
+        inside = np.where(advantages > 0, ratio < clip, ratio > 1 / clip)
         # The gradient of a log-probability by the logits is one-hot minus the probabilities.
         probabilities = np.exp(logprobs)
         by_logits = -probabilities

@@ -278,7 +278,7 @@ async def test_a_server_that_never_becomes_ready_is_an_error_with_its_log(tmp_pa
     [
         ("BreaksOnLoad", "not where it should be"),
         ("BreaksOnSetup", "sandbox does not answer"),
-        ("Absent", "no .Absent"),
+        ("Absent", 'has no "Absent"'),
     ],
 )
 async def test_an_environment_that_does_not_load_says_why_at_once(

@@ -3,7 +3,7 @@
 import asyncio
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from orchestrator.journal import Journal
 from orchestrator.trainer import AsyncTrainerClient, TrainerClient
 from tests.journal_groups import make_batch
 from tests.trainer_victim import digest
+from tests.waiting import until
 
 ROOT = Path(__file__).parents[2]
 
@@ -26,12 +27,6 @@ ROOT = Path(__file__).parents[2]
 def bind(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """An address to serve at, of each transport."""
     return "tcp://127.0.0.1:*" if request.param == "zmq" else f"file://{tmp_path}/link"
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Wait for something that will come true; the test's time limit is the bound."""
-    while not condition():  # noqa: ASYNC110 # the conditions of tests have no events
-        await asyncio.sleep(0.01)
 
 
 @asynccontextmanager
@@ -146,11 +141,14 @@ async def test_a_batch_in_hand_is_acknowledged_by_leaving_well_and_only_so(bind:
     async with BatchServer(bind=bind, world_size=1, on_ack=acked.append) as server:
         for step in (1, 2):
             server.offer(make_batch(step))
-        with pytest.raises(ZeroDivisionError):
+
+        async def fail() -> None:
             async with AsyncTrainerClient(server.address) as trainer:
                 async for batch in trainer:
-                    assert batch.step == 1
-                    raise ZeroDivisionError
+                    raise ZeroDivisionError(batch.step)
+
+        with pytest.raises(ZeroDivisionError, match="1"):
+            await fail()
         assert acked == []
         async with AsyncTrainerClient(server.address) as trainer:
             async for batch in trainer:
@@ -210,50 +208,38 @@ async def test_ctrl_c_interrupts_a_waiting_trainer(bind: str) -> None:
         await until(lambda: server.ranks == [])
 
 
-async def test_a_waiting_trainer_survives_a_restart_of_the_service(
-    bind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_waiting_trainer_survives_a_restart_of_the_service(bind: str) -> None:
     """It joins again by itself and asks again for what it was waiting for; nothing is repeated or left out."""
-    monkeypatch.setattr("orchestrator.trainer.PING_S", 0.05)
     steps: list[int] = []
     acked: list[int] = []
 
     def train(address: str) -> None:
-        with TrainerClient(address) as trainer:
-            for batch in trainer:
-                steps.append(batch.step)
+        with TrainerClient(address, ping_s=0.05) as trainer:
+            steps.extend(batch.step for batch in trainer)
 
-    async with AsyncExitStack() as stack:
-        first = await stack.enter_async_context(
-            BatchServer(bind=bind, world_size=1, run="r", on_ack=acked.append)
-        )
-        first.offer(make_batch(1))
-        async with asyncio.TaskGroup() as group:
+    async with asyncio.TaskGroup() as group:
+        async with BatchServer(bind=bind, world_size=1, run="r", on_ack=acked.append) as first:
+            first.offer(make_batch(1))
             group.create_task(asyncio.to_thread(train, first.address))
             await until(lambda: any(rank.waiting for rank in first.ranks))
-            await stack.aclose()
-            second = BatchServer(bind=first.address, world_size=1, run="r", last_step=1, on_ack=acked.append)
-            second.offer(make_batch(2))
-            async with second:
-                await until(lambda: acked == [1, 2])
-                second.finish("max_steps")
-                await until(lambda: second.ranks == [] and len(steps) == 2)
+        second = BatchServer(bind=first.address, world_size=1, run="r", last_step=1, on_ack=acked.append)
+        second.offer(make_batch(2))
+        async with second:
+            await until(lambda: acked == [1, 2])
+            second.finish("max_steps")
+            await until(lambda: second.ranks == [])
     assert steps == [1, 2]
 
 
-async def test_what_was_said_while_the_service_was_away_arrives(
-    bind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_what_was_said_while_the_service_was_away_arrives(bind: str) -> None:
     """A publication and an acknowledgement wait for the service to come back."""
-    monkeypatch.setattr("orchestrator.trainer.PING_S", 0.05)
     versions: list[int] = []
     acked: list[int] = []
     async with AsyncExitStack() as stack:
-        first = await stack.enter_async_context(BatchServer(bind=bind, world_size=1, run="r"))
-        first.offer(make_batch(1))
-        trainer = await stack.enter_async_context(AsyncTrainerClient(first.address))
-        assert await trainer.next_batch()
-        await first.__aexit__(None, None, None)
+        async with BatchServer(bind=bind, world_size=1, run="r") as first:
+            first.offer(make_batch(1))
+            trainer = await stack.enter_async_context(AsyncTrainerClient(first.address, ping_s=0.05))
+            assert await trainer.next_batch()
         async with asyncio.TaskGroup() as group:
             published = group.create_task(trainer.publish(1, "ckpt"))
             await asyncio.sleep(0)
@@ -265,45 +251,35 @@ async def test_what_was_said_while_the_service_was_away_arrives(
                 on_publish=lambda version, path: versions.append(version),
             )
             second.offer(make_batch(1))
-            await stack.enter_async_context(second)
-        assert published.result() == ""
-        await trainer.ack(1)
-        assert (versions, acked) == ([1], [1])
-        # Already closed above, and must not be closed a second time.
-        first.__class__ = type("Closed", (), {"__aexit__": _nothing})
-    assert second.leased == []
+            async with second:
+                assert await published == ""
+                await trainer.ack(1)
+                assert (versions, acked) == ([1], [1])
+                await stack.aclose()
+                await until(lambda: second.ranks == [])
 
 
-async def _nothing(*_: object) -> None:
-    """Stands in for a close that has happened."""
-
-
-async def test_a_trainer_of_another_run_is_not_served(bind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_trainer_of_another_run_is_not_served(bind: str) -> None:
     """A fresh run at the same address is not taken for the old one."""
-    monkeypatch.setattr("orchestrator.trainer.PING_S", 0.05)
-    first = BatchServer(bind=bind, world_size=1, run="old")
-    async with first:
-        trainer = AsyncTrainerClient(first.address)
-        await trainer.__aenter__()
-    async with BatchServer(bind=first.address, world_size=1, run="new"):
-        with pytest.raises(TrainerLinkError, match="now serves run new, rank 0 trains on run old"):
-            await trainer.next_batch()
-        await trainer.__aexit__(TrainerLinkError, TrainerLinkError(), None)
+    async with AsyncExitStack() as stack:
+        async with BatchServer(bind=bind, world_size=1, run="old") as first:
+            trainer = await stack.enter_async_context(AsyncTrainerClient(first.address, ping_s=0.05))
+        async with BatchServer(bind=first.address, world_size=1, run="new"):
+            with pytest.raises(TrainerLinkError, match="now serves run new, rank 0 trains on run old"):
+                await trainer.next_batch()
 
 
-async def test_the_newest_process_of_a_rank_wins_and_the_old_one_raises(
-    bind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_newest_process_of_a_rank_wins_and_the_old_one_raises(bind: str) -> None:
     """The old one is told who took its place."""
-    monkeypatch.setattr("orchestrator.trainer.PING_S", 0.05)
-    async with BatchServer(bind=bind, world_size=1) as server:
+    async with (
+        BatchServer(bind=bind, world_size=1) as server,
+        AsyncTrainerClient(server.address, ping_s=0.05) as old,
+        AsyncTrainerClient(server.address) as new,
+    ):
+        server.offer(make_batch(1))
+        assert (await anext(new)).step == 1
         with pytest.raises(TrainerLinkError, match="a newer process has joined as rank 0"):
-            async with AsyncTrainerClient(server.address) as old:
-                async with AsyncTrainerClient(server.address) as new:
-                    server.offer(make_batch(1))
-                    batch = await new.next_batch()
-                    assert batch is not None
-                    await old.next_batch()
+            await old.next_batch()
 
 
 async def test_a_wrong_world_size_is_refused_with_both_numbers(bind: str) -> None:
@@ -362,15 +338,17 @@ async def test_a_trainer_that_fell_back_to_its_checkpoint_goes_on_behind_it(bind
 async def test_prefetching_asks_ahead_and_changes_nothing_else(bind: str) -> None:
     """The next batch is on its way while the last one is trained on."""
     acked: list[int] = []
-    async with BatchServer(bind=bind, world_size=1, on_ack=acked.append) as server:
-        async with AsyncTrainerClient(server.address, prefetch=True) as trainer:
-            server.offer(make_batch(1))
-            assert (await anext(trainer)).step == 1
-            await until(lambda: any(rank.waiting for rank in server.ranks))
-            assert acked == []
-            server.offer(make_batch(2))
-            assert (await anext(trainer)).step == 2
-            assert acked == [1]
+    async with (
+        BatchServer(bind=bind, world_size=1, on_ack=acked.append) as server,
+        AsyncTrainerClient(server.address, prefetch=True) as trainer,
+    ):
+        server.offer(make_batch(1))
+        assert (await anext(trainer)).step == 1
+        await until(lambda: any(rank.waiting for rank in server.ranks))
+        assert acked == []
+        server.offer(make_batch(2))
+        assert (await anext(trainer)).step == 2
+        assert acked == [1]
 
 
 async def test_an_interrupted_wait_for_a_batch_goes_on_with_the_next_call(bind: str) -> None:

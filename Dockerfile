@@ -1,0 +1,29 @@
+# The orchestrator as an image; `orchestrator run /config.toml` is the default, so mount a configuration there.
+
+FROM python:3.12-slim AS build
+WORKDIR /src
+RUN python -m venv /opt/venv
+COPY pyproject.toml constraints.txt README.md ./
+COPY envs ./envs
+COPY orchestrator ./orchestrator
+RUN /opt/venv/bin/pip install --no-cache-dir --constraint constraints.txt .
+
+FROM python:3.12-slim
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends tini \
+    && rm -rf /var/lib/apt/lists/* \
+    && useradd --create-home --uid 10001 orchestrator \
+    && install --directory --owner orchestrator --group orchestrator /runs
+COPY --from=build /opt/venv /opt/venv
+COPY configs/container.toml /config.toml
+ENV PATH=/opt/venv/bin:$PATH PYTHONUNBUFFERED=1
+USER orchestrator
+WORKDIR /home/orchestrator
+VOLUME /runs
+# HTTP answers only once the neighbours are ready, and a large model takes minutes to load.
+HEALTHCHECK --interval=10s --timeout=5s --start-period=10m --retries=3 \
+    CMD ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8600/healthz', timeout=3)"]
+# Longer than a drain takes. tini passes signals on and reaps what env servers may leave behind.
+STOPSIGNAL SIGTERM
+ENTRYPOINT ["/usr/bin/tini", "--", "orchestrator"]
+CMD ["run", "/config.toml"]

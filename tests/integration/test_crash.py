@@ -1,0 +1,216 @@
+"""The whole service under kill -9: what a trainer has seen holds, and nothing that was finished is lost.
+
+The proof does not take the orchestrator's word: trainers in processes of their own write down every batch before they
+acknowledge it, and environments note every task that they are asked for. What the journal says at the end is held
+against both.
+"""
+
+import asyncio
+import os
+import random
+import signal
+import tempfile
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator.journal import JournalReader, Recovered
+from orchestrator.local.server import run_policy_server
+from orchestrator.source import SourceEnv, TrainSource
+from tests.integration.env_servers import until
+from tests.integration.recording_trainer import TrainerRecord, TrainerSpec, read_records
+from tests.integration.service_fixture import Command, TrainerProcess, env, settings, write_config
+
+SEED = 11
+BATCH = 12
+RANKS = 2
+TASKS = 97
+"""Tasks of each env: few enough that the runs below go through them several times."""
+
+
+@pytest.fixture
+def address() -> Iterator[str]:
+    """An address that nobody else can take between two lives of the orchestrator."""
+    with tempfile.TemporaryDirectory(prefix="crash-") as directory:
+        yield f"ipc://{directory}/trainer"
+
+
+class World:
+    """A run directory, its orchestrator life after life, and the trainers beside it."""
+
+    def __init__(self, directory: Path, base_url: str, address: str) -> None:
+        self.directory = directory
+        self.address = address
+        self.run_dir = directory / "run"
+        self.asked = {name: directory / f"{name}.asked" for name in ("chat", "ranked", "flaky")}
+        envs = [
+            env("Chat", group_size=4, args=self._args("chat", 0.01)),
+            env("Ranked", group_size=3, args=self._args("ranked", 0.03)),
+            env("Flaky", group_size=2, args=self._args("flaky", 0.0)),
+        ]
+        self.config = write_config(
+            directory / "config.toml",
+            settings(
+                self.run_dir,
+                base_url,
+                [{**table, "ratio": 1.0} for table in envs],
+                seed=SEED,
+                batch={"size": BATCH},
+                dispatch={"max_inflight": 48, "ramp_s": 0.0, "backoff_s": 0.01},
+                trainer={"bind": address, "world_size": RANKS, "keep_batches": 2},
+                http={"enabled": False},
+                journal={"commit_interval_s": 0.02},
+            ),
+        )
+
+    def _args(self, name: str, latency_s: float) -> dict[str, Any]:
+        return {"asked": str(self.asked[name]), "tasks": TASKS, "latency_s": latency_s}
+
+    async def start(self) -> Command:
+        return await Command.start("run", self.config, logs=self.directory / "logs")
+
+    def trainer(self, rank: int, **fields: Any) -> TrainerSpec:
+        record = str(self.directory / f"rank-{rank}.jsonl")
+        return TrainerSpec(self.address, record, rank=rank, world_size=RANKS, think_s=0.005, **fields)
+
+    @asynccontextmanager
+    async def trainers(self) -> AsyncIterator[None]:
+        async with AsyncExitStack() as stack:
+            for rank in range(RANKS):
+                await stack.enter_async_context(await TrainerProcess.start(self.trainer(rank)))
+            yield
+
+    def record(self) -> TrainerRecord:
+        """What the trainers have written down so far."""
+        return read_records(self.directory / f"rank-{rank}.jsonl" for rank in range(RANKS))
+
+    async def trained(self, command: Command, steps: int) -> None:
+        """Wait until the trainers have been given so many steps."""
+        while self.record().last_step < steps:
+            assert command.process.returncode is None, f"the orchestrator ended:\n{command.errors()[-3000:]}"
+            await asyncio.sleep(0.01)
+
+    async def end(self, command: Command) -> None:
+        """Let it drain and save."""
+        command.send(signal.SIGTERM)
+        assert await command.wait() == 128 + signal.SIGTERM, command.errors()[-3000:]
+        assert not command.processes()
+
+    def prove(self) -> TrainerRecord:
+        """Everything that a crash may not change, from the trainers' and the environments' own records."""
+        record = self.record()
+        record.check(world_size=RANKS, batch_size=BATCH)
+        with JournalReader(self.run_dir) as reader:
+            recovered = reader.recover(world_size=RANKS)
+        assert not recovered.damaged
+        assert all(line["version"] == step - 1 for (step, _), line in record.batches.items()), (
+            "the trainer publishes a version for every step, so step s is trained on version s - 1"
+        )
+        places = self._places(record, recovered)
+        for name in self.asked:
+            self._check_tasks(name, recovered, [place for place in places if place.startswith(f"{name}/")])
+        self._check_indices(record)
+        return record
+
+    def _places(self, record: TrainerRecord, recovered: Recovered) -> Counter[str]:
+        """Every group that was trained on, is in a formed batch, or waits for one: each in exactly one place."""
+        batched = {group.id: batch.step for batch in recovered.batches for group in batch.groups}
+        places = record.groups()
+        places.update(name for name, step in batched.items() if step > record.last_step)
+        places.update(group.id for group in recovered.groups)
+        assert {name for name, times in places.items() if times > 1} == set()
+        for (step, _), line in record.batches.items():
+            for name in line["groups"]:
+                assert batched.get(name, step) == step, "the journal has a group in another batch than the trainer"
+        assert all(step <= recovered.last_step for step, _ in record.batches)
+        return places
+
+    def _check_tasks(self, name: str, recovered: Recovered, groups: list[str]) -> None:
+        """No task of an env was skipped, done twice, or called done without anything to show for it."""
+        low, above = recovered.resolved[name]
+        resolved = [*range(low), *above]
+        grouped = {int(group.rpartition("/")[2]) for group in groups}
+        assert grouped <= set(resolved)
+        counts = recovered.counters[name]
+        evicted = sum(n for what, n in counts.items() if what.startswith("evicted"))
+        assert evicted == 0, "paced work is never too old"
+        ended_without = sum(n for what, n in counts.items() if what not in ("finished", "batched"))
+        assert counts["finished"] == len(grouped), "a finished and recorded group is lost"
+        assert counts["finished"] + ended_without == len(resolved), "a position was resolved twice, or never"
+        if name != "flaky":
+            assert ended_without == 0
+        source = TrainSource([SourceEnv(name, "train", TASKS)], mix=_OneEnv(name), seed=SEED)
+        expected = [source.next_task().index for _ in range(max(resolved) + 1)]
+        missing = set(resolved) - grouped
+        assert {expected[position] % 5 for position in missing} <= {0}, "only tasks without an answer are given up"
+        asked = Counter(map(int, self.asked[name].read_text().split()))
+        owed = Counter(expected[position] for position in resolved)
+        assert all(asked[index] >= times for index, times in owed.items()), "a task was never asked for"
+
+    def _check_indices(self, record: TrainerRecord) -> None:
+        """The tokens that were trained on are of the task that the group's name stands for."""
+        sources = {
+            name: TrainSource([SourceEnv(name, "train", TASKS)], mix=_OneEnv(name), seed=SEED)
+            for name in ("ranked", "flaky")
+        }
+        expected = {name: [source.next_task().index for _ in range(20 * TASKS)] for name, source in sources.items()}
+        for line in record.batches.values():
+            for group, index in line["indices"].items():
+                name, _, position = group.split("/")
+                if name in expected and int(position) < len(expected[name]):
+                    assert index == expected[name][int(position)], group
+
+
+class _OneEnv:
+    """A mix of one env."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def pick(self, eligible: object = None) -> str:
+        return self._name
+
+    def try_pick(self, eligible: object = None) -> str:
+        return self._name
+
+
+@asynccontextmanager
+async def world(directory: Path, address: str) -> AsyncIterator[World]:
+    async with run_policy_server() as base_url:
+        yield World(directory, base_url, address)
+
+
+async def kill_at_random(world: World, *, kills: int, seed: int) -> TrainerRecord:
+    """SIGKILL the orchestrator again and again, mostly under load, sometimes while it starts; then prove."""
+    rng = random.Random(seed)
+    async with world.trainers():
+        for _ in range(kills):
+            before = world.record().last_step
+            async with await world.start() as command:
+                if rng.random() < 0.15:
+                    await asyncio.sleep(rng.uniform(0.0, 1.5))
+                else:
+                    await command.wait_event("run.started")
+                    await world.trained(command, before + rng.randrange(0, 8))
+                    await asyncio.sleep(rng.uniform(0.0, 0.1))
+                command.send(signal.SIGKILL)
+                assert await command.wait() == -signal.SIGKILL, command.errors()[-3000:]
+                await until(lambda command=command: not command.processes())  # type: ignore[misc]  # binds the loop's value
+        async with await world.start() as command:
+            await world.trained(command, world.record().last_step + 5)
+            await world.end(command)
+    return world.prove()
+
+
+@pytest.mark.timeout(300)
+async def test_an_orchestrator_killed_at_random_moments_loses_and_repeats_nothing(
+    tmp_path: Path, address: str
+) -> None:
+    """Twenty times SIGKILL under load: no step missing or different, no group twice, no task skipped, none lost."""
+    async with world(tmp_path, address) as one:
+        record = await kill_at_random(one, kills=20, seed=1)
+    assert record.last_step > 20
