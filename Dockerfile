@@ -9,6 +9,8 @@ COPY orchestrator ./orchestrator
 RUN /opt/venv/bin/pip install --no-cache-dir --constraint constraints.txt .
 
 FROM python:3.12-slim
+# No version for tini: the distribution keeps only its newest.
+# hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends tini \
     && rm -rf /var/lib/apt/lists/* \
@@ -17,13 +19,12 @@ RUN apt-get update \
 COPY --from=build /opt/venv /opt/venv
 COPY configs/container.toml /config.toml
 ENV PATH=/opt/venv/bin:$PATH PYTHONUNBUFFERED=1
-USER orchestrator
+USER 10001
 WORKDIR /home/orchestrator
 VOLUME /runs
 # HTTP answers only once the neighbours are ready, and a large model takes minutes to load.
 HEALTHCHECK --interval=10s --timeout=5s --start-period=10m --retries=3 \
     CMD ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8600/healthz', timeout=3)"]
-# Longer than a drain takes. tini passes signals on and reaps what env servers may leave behind.
-STOPSIGNAL SIGTERM
+# tini passes signals on and reaps what env servers may leave behind.
 ENTRYPOINT ["/usr/bin/tini", "--", "orchestrator"]
 CMD ["run", "/config.toml"]

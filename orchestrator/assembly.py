@@ -163,10 +163,18 @@ class Assembly:
         """Whether every batch of the run is formed."""
         return self._max_steps is not None and self._staleness.formed >= self._max_steps
 
-    def restore(self, groups: Iterable[Group]) -> None:
-        """Queue the groups that an earlier process left."""
+    def restore(self, groups: Iterable[Group]) -> int:
+        """Queue the groups that an earlier process left; returns how many fit today's configuration."""
+        kept = 0
         for group in groups:
-            self._queue(group)
+            reason = "env_gone" if group.env not in self._group_sizes else "oversize"
+            if group.env in self._group_sizes and self._size(group) <= self._batch_size:
+                self._queue(group)
+                kept += 1
+            else:
+                self._record.evict_group(group, reason)
+                log.warning("group.given_up", group=group.id, reason=reason)
+        return kept
 
     def queued(self) -> int:
         """What waits for a batch, in the unit of the batch."""
@@ -175,7 +183,11 @@ class Assembly:
     def starved(self) -> list[str]:
         """Envs of which the next batch must have more than is queued and in flight: they are started first."""
         wanted, queued = self._buffer.minimums, self._buffer.queued_by_env
-        return [env for env in self._buffer.starved if queued[env] + self._staleness.open_size(env) < wanted.get(env, 1)]
+        return [
+            env
+            for env in self._buffer.starved
+            if queued[env] + self._staleness.open_size(env) < wanted.get(env, 1)
+        ]
 
     def expected_size(self, env: str) -> int:
         """What a group of an env will probably add to the queue, in the unit of the batch."""

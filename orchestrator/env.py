@@ -143,7 +143,8 @@ class Env:
             if self._launcher is not None:
                 self._launcher.close()
             if self._context is not None:
-                self._context.term()
+                # Closes what is still open too: ending a context waits for its sockets.
+                self._context.destroy(linger=200)
                 self._context = None
 
     async def __aenter__(self) -> Self:

@@ -130,7 +130,7 @@ class Facts:
         sizes: Counter[str] = Counter()
         for group in batch.groups:
             sizes[group.env] += group.size
-            age = max(0, batch.version - group.version)
+            age = self.staleness.age(group.version, batch.step)
             self.stale_sum += age * group.size
             self.stale_max = max(self.stale_max, age)
         self._window.append(sizes)

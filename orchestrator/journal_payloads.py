@@ -1,10 +1,10 @@
 """Payload files: where the arrays and transcripts of recorded groups lie.
 
 A payload is one run of bytes, little-endian: lengths (int32), rewards, advantages (float32), tokens (int32),
-logprobs (float32), mask (uint8), transcript; the group's row knows the file, the offset and a CRC-32 of it.
-Payloads are appended to numbered files ("segments") that are never written again once closed, and a segment is
-deleted when no row refers to it any more, so space is given back without moving data. They are files of
-their own rather than SQLite blobs because the way through the WAL and the checkpoint costs ten times the CPU.
+logprobs (float32), mask (uint8), transcript, each filled up with zeros to 8 bytes. The group's row knows the file,
+the offset, the size and a checksum. Payloads are appended to numbered files ("segments"); one that no row refers to
+any more is overwritten as a new one, or deleted, so space is given back without moving data. They are files of
+their own rather than SQLite blobs because the way through the WAL and the checkpoint costs several times the CPU.
 
 Appending does not reach the disk by itself: `sync` does, and the caller runs it before it makes rows durable.
 """
@@ -22,6 +22,9 @@ from orchestrator.group import Group, TrainTask
 SEGMENT_BYTES = 64 * 1024 * 1024
 _IOV_MAX = 1024
 
+_SPARE_SEGMENTS = 2
+"""Segments kept for overwriting: writing into pages that exist costs a third of making new ones."""
+
 RAW, ZLIB = 0, 1
 """Codecs of a payload."""
 
@@ -38,7 +41,7 @@ class Place:
     offset: int
     bytes: int
     codec: int
-    crc32: int
+    checksum: int
 
 
 def parts_of(group: Group) -> list[memoryview]:
@@ -66,24 +69,40 @@ def group_from(
     rollouts: int,
     sequences: int,
     tokens: int,
+    transcript_bytes: int,
 ) -> Group:
     """The group whose payload this is; its arrays are views on it."""
-    small, large = 4 * sequences, 4 * tokens
-    end = 3 * small + 2 * large + tokens
-    lengths = np.frombuffer(payload, "<i4", sequences)
+    starts, position = [], 0
+    for size in (4 * sequences, 4 * sequences, 4 * sequences, 4 * tokens, 4 * tokens, tokens):
+        starts.append(position)
+        position += size + -size % 8
     return Group(
         task=task,
         version=version,
         version_end=version_end,
         rollouts=rollouts,
-        lengths=tuple(lengths.tolist()),
-        rewards=np.frombuffer(payload, "<f4", sequences, small),
-        advantages=np.frombuffer(payload, "<f4", sequences, 2 * small),
-        tokens=np.frombuffer(payload, "<i4", tokens, 3 * small),
-        logprobs=np.frombuffer(payload, "<f4", tokens, 3 * small + large),
-        mask=np.frombuffer(payload, "u1", tokens, 3 * small + 2 * large),
-        transcript=bytes(memoryview(payload)[end:]),
+        lengths=tuple(np.frombuffer(payload, "<i4", sequences).tolist()),
+        rewards=np.frombuffer(payload, "<f4", sequences, starts[1]),
+        advantages=np.frombuffer(payload, "<f4", sequences, starts[2]),
+        tokens=np.frombuffer(payload, "<i4", tokens, starts[3]),
+        logprobs=np.frombuffer(payload, "<f4", tokens, starts[4]),
+        mask=np.frombuffer(payload, "u1", tokens, starts[5]),
+        transcript=bytes(memoryview(payload)[position : position + transcript_bytes]),
     )
+
+
+def checksum(parts: Sequence[memoryview]) -> int:
+    """The sum of the 64-bit words, each part filled up with zeros, in 63 bits.
+
+    It is to tell pages that a power cut or an overwriting left from the right ones, at the speed of memory.
+    """
+    total = 0
+    for part in parts:
+        words = part.nbytes // 8
+        if words:
+            total += int(np.frombuffer(part, "<u8", words).sum())
+        total += int.from_bytes(part[8 * words :], "little")
+    return total & 0x7FFF_FFFF_FFFF_FFFF
 
 
 def segment_path(directory: Path, segment: int) -> Path:
@@ -100,15 +119,15 @@ def segments_in(directory: Path) -> Iterator[int]:
 def read_stored(directory: Path, place: Place) -> bytearray:
     """The bytes of a payload as they are stored, checked; raises DamagedPayloadError."""
     data = bytearray(place.bytes)
+    view, got = memoryview(data), 0
     try:
         with segment_path(directory, place.segment).open("rb", buffering=0) as file:
             file.seek(place.offset)
-            view, got = memoryview(data), 0
             while got < place.bytes and (count := file.readinto(view[got:])):
                 got += count
     except FileNotFoundError as error:
         raise DamagedPayloadError(f"segment {place.segment} is missing") from error
-    if got < place.bytes or zlib.crc32(data) != place.crc32:
+    if got < place.bytes or checksum([view]) != place.checksum:
         raise DamagedPayloadError(f"segment {place.segment} is damaged at {place.offset}")
     return data
 
@@ -116,7 +135,7 @@ def read_stored(directory: Path, place: Place) -> bytearray:
 def read_payload(directory: Path, place: Place) -> bytearray:
     """The bytes of a payload, checked and decompressed; raises DamagedPayloadError."""
     data = read_stored(directory, place)
-    return bytearray(zlib.decompress(data)) if place.codec == ZLIB else data
+    return bytearray(zlib.decompressobj().decompress(data)) if place.codec == ZLIB else data
 
 
 class PayloadWriter:
@@ -127,13 +146,16 @@ class PayloadWriter:
         self._compress = compress
         self._segment_bytes = segment_bytes
         directory.mkdir(exist_ok=True)
-        # A segment of an earlier run may end in bytes that no row knows of, so it is never appended to.
+        for path in directory.glob("*.spare"):
+            path.unlink()
+        # A segment of an earlier process may end in bytes that no row knows of, so it is never appended to.
         self._segment = max(segments_in(directory), default=0)
         self._fd = -1
         self._end = 0
         self._buffers: list[memoryview] = []
         self._unsynced: list[int] = []
         self._new_names = False
+        self._spare: list[Path] = []
 
     @property
     def segment(self) -> int:
@@ -151,7 +173,7 @@ class PayloadWriter:
             self._next_segment()
         codec = RAW
         if self._compress:
-            parts, codec = [memoryview(zlib.compress(b"".join(parts), self._compress))], ZLIB
+            parts, codec = [memoryview(zlib.compress(b"".join(_filled_up(parts)), self._compress))], ZLIB
         return self._append(parts, codec)
 
     def move(self, place: Place) -> Place:
@@ -161,11 +183,10 @@ class PayloadWriter:
         return self._append([memoryview(read_stored(self._directory, place))], place.codec)
 
     def _append(self, parts: Sequence[memoryview], codec: int) -> Place:
-        crc, size = 0, 0
-        for part in parts:
-            crc = zlib.crc32(part, crc)
-            size += part.nbytes
-        place = Place(self._segment, self._end, size, codec, crc)
+        sum_of_words = checksum(parts)
+        parts = _filled_up(parts)
+        size = sum(part.nbytes for part in parts)
+        place = Place(self._segment, self._end, size, codec, sum_of_words)
         self._buffers.extend(parts)
         self._end += size
         return place
@@ -217,9 +238,13 @@ class PayloadWriter:
             self._end if segment == self._segment else segment_path(self._directory, segment).stat().st_size
         )
 
-    def delete(self, segment: int) -> None:
-        """Give a segment's space back."""
-        segment_path(self._directory, segment).unlink(missing_ok=True)
+    def give_back(self, segment: int) -> None:
+        """Nothing refers to a segment any more, on disk either: overwrite it later, or delete it."""
+        path = segment_path(self._directory, segment)
+        if len(self._spare) < _SPARE_SEGMENTS and path.stat().st_size < 2 * self._segment_bytes:
+            self._spare.append(path.rename(path.with_suffix(".spare")))
+        else:
+            path.unlink()
 
     def close(self) -> None:
         for fd in [*self._unsynced, self._fd]:
@@ -230,8 +255,20 @@ class PayloadWriter:
 
     def _next_segment(self) -> None:
         path = segment_path(self._directory, self._segment + 1)
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        if self._spare:
+            self._spare.pop().rename(path)
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
         if self._fd >= 0:
             self._unsynced.append(self._fd)
         self._segment += 1
         self._fd, self._end, self._new_names = fd, 0, True
+
+
+def _filled_up(parts: Sequence[memoryview]) -> list[memoryview]:
+    """The parts, with zeros between them so that each starts at a multiple of 8 bytes."""
+    filled = []
+    for part in parts:
+        filled.append(part)
+        if part.nbytes % 8:
+            filled.append(memoryview(bytes(-part.nbytes % 8)))
+    return filled

@@ -61,10 +61,11 @@ class GroupRow:
     reward: float
     finished_at: float
     step: int | None
+    transcript_bytes: int
 
     COLUMNS: ClassVar[str] = (
-        "env, split, task_index, epoch, position, segment, offset, bytes, codec, crc32, seq, version, version_end,"
-        " rollouts, sequences, tokens, reward, finished_at, step"
+        "env, split, task_index, epoch, position, segment, offset, bytes, codec, checksum, seq, version, version_end,"
+        " rollouts, sequences, tokens, reward, finished_at, step, transcript_bytes"
     )
 
     @classmethod
@@ -172,6 +173,7 @@ class JournalReader:
             rollouts=row.rollouts,
             sequences=row.sequences,
             tokens=row.tokens,
+            transcript_bytes=row.transcript_bytes,
         )
 
     def groups(self, *, env: str | None = None, step: int | None = None) -> Iterator[Group]:
@@ -207,7 +209,11 @@ class JournalReader:
         kept = list(
             self._rows("SELECT step, acknowledged_at IS NOT NULL FROM batches WHERE kept ORDER BY step")
         )
-        batches = [batch for step, _ in kept if (batch := self.batch(step)) is not None]
+        batches = [
+            batch
+            for step, acknowledged in kept
+            if (batch := self._kept_batch(step, acknowledged)) is not None
+        ]
         (last_step, last_acknowledged), *_ = self._rows(
             "SELECT coalesce(max(step), 0), coalesce(max(step) FILTER (WHERE acknowledged_at IS NOT NULL), 0) FROM batches"
         )
@@ -223,6 +229,15 @@ class JournalReader:
             last_acknowledged=last_acknowledged,
             damaged=damaged,
         )
+
+    def _kept_batch(self, step: int, acknowledged: bool) -> Batch | None:
+        try:
+            return self.batch(step)
+        except JournalError:
+            # Nobody needs it who has not had it already.
+            if acknowledged:
+                return None
+            raise
 
     def _acks(self, world_size: int | None) -> dict[int, frozenset[int]]:
         acks: dict[int, set[int]] = {}

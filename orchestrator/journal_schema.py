@@ -51,10 +51,9 @@ CREATE TABLE groups (
     bytes INTEGER NOT NULL,
     transcript_bytes INTEGER NOT NULL,
     codec INTEGER NOT NULL,
-    crc32 INTEGER NOT NULL
+    checksum INTEGER NOT NULL
 );
-CREATE INDEX groups_by_step ON groups (step, slot);
-CREATE INDEX groups_by_segment ON groups (segment);
+CREATE INDEX groups_by_step ON groups (step, slot) WHERE step IS NOT NULL;
 
 CREATE TABLE batches (
     step INTEGER PRIMARY KEY,

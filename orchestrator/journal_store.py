@@ -27,6 +27,13 @@ from orchestrator.journal_payloads import (
 )
 from orchestrator.journal_schema import DATABASE, DIRECTORY, PAYLOADS, open_for_writing
 
+_GROUP_COLUMNS = (
+    "id, env, split, position, task_index, epoch, version, version_end, rollouts, sequences, tokens, reward,"
+    " finished_at, segment, offset, bytes, transcript_bytes, codec, checksum"
+)
+
+_ROWS_PER_STATEMENT = 64
+
 CHECKPOINT_BYTES = 16 * 1024 * 1024
 """Size of the WAL at which it is folded into the database."""
 
@@ -59,11 +66,13 @@ class JournalStore:
             self._live.update(
                 self._connection.execute("SELECT segment, sum(bytes) FROM groups GROUP BY segment")
             )
-            self._delete_dead()
+            self._give_back()
         except (OSError, sqlite3.Error) as error:
             self._connection.close()
             raise JournalError(f"{self._path}: cannot be used: {error}") from error
         self._segment_bytes = segment_bytes
+        self._new_groups: list[tuple[object, ...]] = []
+        self._new_resolved: list[tuple[object, ...]] = []
         self._counted: Counter[tuple[str, str]] = Counter()
         self._changed: Counter[int] = Counter()
         self._now = 0.0
@@ -78,10 +87,7 @@ class JournalStore:
     def add_group(self, group: Group) -> None:
         place = self._payloads.add(parts_of(group))
         task = group.task
-        self._connection.execute(
-            "INSERT INTO groups (id, env, split, position, task_index, epoch, version, version_end, rollouts, sequences,"
-            " tokens, reward, finished_at, segment, offset, bytes, transcript_bytes, codec, crc32)"
-            " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        self._new_groups.append(
             (
                 group.id,
                 task.env,
@@ -101,17 +107,18 @@ class JournalStore:
                 place.bytes,
                 len(group.transcript),
                 place.codec,
-                place.crc32,
-            ),
+                place.checksum,
+            )
         )
         self._changed[place.segment] += place.bytes
         self.add_task(task.env, task.position, "finished")
 
     def add_task(self, env: str, position: int, outcome: str) -> None:
-        self._connection.execute("INSERT OR IGNORE INTO resolved VALUES (?, ?, ?)", (env, position, outcome))
+        self._new_resolved.append((env, position, outcome))
         self._counted[env, outcome] += 1
 
     def evict_group(self, group_id: str, env: str, reason: str) -> None:
+        self._insert_new()
         for segment, size in self._connection.execute(
             "DELETE FROM groups WHERE id = ? AND step IS NULL RETURNING segment, bytes", (group_id,)
         ).fetchall():
@@ -132,6 +139,7 @@ class JournalStore:
                 self._counted[env, "damaged"] += 1
 
     def add_batch(self, batch: Batch) -> None:
+        self._insert_new()
         for slot, group in enumerate(batch.groups):
             changed = self._connection.execute(
                 "UPDATE groups SET step = ?, slot = ? WHERE id = ? AND step IS NULL",
@@ -187,6 +195,7 @@ class JournalStore:
 
     def prune(self, env: str, low: int) -> None:
         """Everything of an env below `low` is resolved: one number says so instead of a row each."""
+        self._insert_new()
         self._connection.execute(
             "INSERT INTO low_water VALUES (?, ?) ON CONFLICT DO UPDATE SET position = max(position, excluded.position)",
             (env, low),
@@ -208,6 +217,7 @@ class JournalStore:
     def commit(self, *, sync: bool) -> None:
         """End the transaction; see the module's docstring for what `sync` promises."""
         self._payloads.write()
+        self._insert_new()
         for (env, what), n in self._counted.items():
             self._connection.execute(
                 "INSERT INTO counters VALUES (?, ?, ?) ON CONFLICT DO UPDATE SET n = n + excluded.n",
@@ -220,7 +230,9 @@ class JournalStore:
         for segment, change in self._changed.items():
             self._live[segment] = self._live.get(segment, 0) + change
         self._clear()
-        self._delete_dead()
+        if sync or not self._fsync:
+            # Only now: what says that nothing refers to a segment must be on disk before the segment goes.
+            self._give_back()
 
     def rollback(self) -> None:
         """Undo the transaction, on disk too."""
@@ -242,6 +254,7 @@ class JournalStore:
             busy, *_ = self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
             self._connection.execute("PRAGMA busy_timeout = 5000")
             self._next_checkpoint_bytes = CHECKPOINT_BYTES + (self._wal_bytes() if busy else 0)
+            self._give_back()
 
     def _compact(self) -> None:
         """Rewrite what is left in the oldest segment when most of the disk space holds nothing that is needed.
@@ -258,7 +271,7 @@ class JournalStore:
         self.begin(sync=True)
         try:
             for seq, *place in self._connection.execute(
-                "SELECT seq, segment, offset, bytes, codec, crc32 FROM groups WHERE segment = ?", (oldest,)
+                "SELECT seq, segment, offset, bytes, codec, checksum FROM groups WHERE segment = ?", (oldest,)
             ).fetchall():
                 new = self._payloads.move(Place(*place))
                 self._connection.execute(
@@ -271,11 +284,18 @@ class JournalStore:
             self.rollback()
             raise
 
-    def _delete_dead(self) -> None:
+    def _insert_new(self) -> None:
+        """Insert the rows that have gathered, many with one statement: each statement waits for the interpreter."""
+        _insert(self._connection, f"INSERT INTO groups ({_GROUP_COLUMNS})", self._new_groups)
+        _insert(
+            self._connection, "INSERT OR IGNORE INTO resolved (env, position, outcome)", self._new_resolved
+        )
+
+    def _give_back(self) -> None:
         for segment in [segment for segment, live in self._live.items() if live <= 0]:
             if segment != self._payloads.segment or not self._payloads.open:
                 del self._live[segment]
-                self._payloads.delete(segment)
+                self._payloads.give_back(segment)
 
     def close(self) -> None:
         try:
@@ -290,8 +310,21 @@ class JournalStore:
             return 0
 
     def _clear(self) -> None:
+        self._new_groups.clear()
+        self._new_resolved.clear()
         self._counted.clear()
         self._changed.clear()
+
+
+def _insert(connection: sqlite3.Connection, into: str, rows: list[tuple[object, ...]]) -> None:
+    """Insert and forget the rows."""
+    for start in range(0, len(rows), _ROWS_PER_STATEMENT):
+        some = rows[start : start + _ROWS_PER_STATEMENT]
+        one = f"({', '.join('?' * len(some[0]))})"
+        connection.execute(
+            f"{into} VALUES {', '.join([one] * len(some))}", [value for row in some for value in row]
+        )
+    rows.clear()
 
 
 def _shares(batch: Batch) -> dict[str, dict[str, float]]:

@@ -47,7 +47,9 @@ def render(status: Status) -> RenderableType:
     )
     parts: list[RenderableType] = [line]
     if status.max_steps is not None:
-        parts.append(ProgressBar(total=status.max_steps, completed=status.step, width=72))
+        bar = Table.grid()
+        bar.add_row(ProgressBar(total=status.max_steps, completed=status.step, width=72))
+        parts.append(bar)
     parts.append(_env_table(status))
     parts.append(Text(f"waits for {status.waiting_for}" if status.waiting_for else "", style="dim"))
     return Group(*parts)

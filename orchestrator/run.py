@@ -26,7 +26,7 @@ from orchestrator.evals import Evals
 from orchestrator.facts import EndpointStatus, EnvStatus, Facts, Status
 from orchestrator.group import Group
 from orchestrator.health import LoopLag
-from orchestrator.inference import InferencePool, WeightUpdateError
+from orchestrator.inference import Endpoint, InferencePool, WeightUpdateError
 from orchestrator.journal import Journal
 from orchestrator.mix import Change, CircuitBreaker
 
@@ -108,7 +108,7 @@ class Run:
         if version <= self.staleness.published:
             log.info("version.ignored", version=version, newest=self.staleness.published)
             return
-        self.staleness.published = version
+        self.staleness.publish(version)
         self.weights_path = path
         if version <= self.staleness.formed:
             self._trained(version)
@@ -148,6 +148,13 @@ class Run:
         """The minimum of an env without a server, or in quarantine, is waived."""
         for name, env in self.train.items():
             self.buffer.set_available(name, env.available and name not in self.mix.quarantined)
+
+    def on_endpoint_lost(self, endpoint: Endpoint) -> None:
+        """What ran on an inference server is gone; it is asked again elsewhere."""
+        now = self._clock()
+        self.core.lose_endpoint(endpoint, now)
+        self.driver.perform(now)
+        self.on_change()
 
     def close(self) -> None:
         """Give up what is in flight; its tasks are asked again by a later process."""
@@ -190,7 +197,10 @@ class Run:
     def on_change(self) -> None:
         """Something that dispatch looks at has changed."""
         self.core.stuck = self.assembly.stuck
+        was_paused = self.core.paused
         self.core.paused = self.state != "running" or self.buffer.full or self.journal.full
+        if was_paused and not self.core.paused:
+            self.core.resume_smoothly(self._clock())
         if self.assembly.finished and not self.core.paused:
             # Nothing that is in flight could be trained on any more.
             self.core.paused = True
@@ -239,7 +249,8 @@ class Run:
         """Put what a later process needs into the journal; the latest wins."""
         now = self._clock()
         record = self.journal.record_state
-        record("version", {"published": self.staleness.published, "path": self.weights_path})
+        trained = self.staleness.trained
+        record("version", {**self.staleness.state_dict(), "path": self.weights_path, "trained": trained})
         record("mix", self.mix.state_dict())
         record("facts", self.facts.state_dict(now))
         record("ledger", self.ledger.state_dict())

@@ -172,7 +172,7 @@ async def start_service(config: Config, *, fresh: bool = False) -> AsyncIterator
         failed: asyncio.Future[JournalError] = asyncio.get_running_loop().create_future()
         journal = await stack.enter_async_context(_open_journal(config, fresh, failed))
         recovered = journal.recover(world_size=config.trainer.world_size)
-        weights = recovered.state.get("version", {"published": 0, "path": None})
+        weights = recovered.state.get("version", {"published": [0], "path": None, "trained": 0})
         children = await stack.enter_async_context(LocalChildren(config.run_dir))
         urls = config.inference.base_urls
         if config.local is not None:
@@ -182,7 +182,7 @@ async def start_service(config: Config, *, fresh: bool = False) -> AsyncIterator
                 )
             ]
         pool = await stack.enter_async_context(
-            blueprint.build_pool(config, urls, version=weights["published"], weights_path=weights["path"])
+            blueprint.build_pool(config, urls, version=weights["published"][-1], weights_path=weights["path"])
         )
         train, evals = blueprint.build_train_envs(config), blueprint.build_eval_envs(config)
         stack.push_async_callback(lambda: side_by_side([train.shutdown(), evals.shutdown()]))
@@ -247,6 +247,15 @@ def _open_journal(config: Config, fresh: bool, failed: asyncio.Future[JournalErr
     )
     if journal.moved_aside is not None:
         log.warning("journal.moved_aside", to=str(journal.moved_aside))
+    seed = journal.meta.get("seed")
+    if seed is None:
+        journal.set_meta("seed", str(config.seed))
+    elif seed != str(config.seed):
+        journal.close()
+        raise ConfigError(
+            f"{config.run_dir} holds a run with seed {seed}, not {config.seed}: its tasks come in another order; "
+            f"set seed = {seed}, choose another run_dir, or start over with --fresh"
+        )
     return journal
 
 
@@ -359,16 +368,16 @@ def _connect(
     )
     run.attach(assembly=assembly, core=core, driver=driver)
     run.pool.on_change = run.on_change
+    run.pool.on_lost = run.on_endpoint_lost
     for env in (*train.values(), *evals.values()):
         env.on_free = run.on_servers_changed
 
 
 def _restore(run: Run, *, source: TrainSource, recovered: Recovered, weights: dict[str, Any]) -> None:
     """Continue where an earlier process of the run ended."""
-    # A version is published before its step is acknowledged, so it tells of a trained step too.
-    published, formed = weights["published"], recovered.last_step
-    trained = max(recovered.last_acknowledged, published if published <= formed else 0)
-    run.staleness.load_state_dict({"published": published, "formed": formed, "trained": trained})
+    # A version is published before its step is acknowledged, so more steps may be trained on than acknowledged.
+    trained = max(recovered.last_acknowledged, min(weights["trained"], recovered.last_step))
+    run.staleness.load_state_dict(weights, formed=recovered.last_step, trained=trained)
     run.weights_path = weights["path"]
     if recovered.empty:
         return
@@ -379,14 +388,13 @@ def _restore(run: Run, *, source: TrainSource, recovered: Recovered, weights: di
             asked_again += source.load_resolved(env, low, resolved)
         else:
             log.warning("env.gone", env=env, note="it was in an earlier process of this run")
-    known = [group for group in recovered.groups if group.env in run.train]
-    run.assembly.restore(known)
+    kept = run.assembly.restore(recovered.groups)
     log.info(
         "run.resumed",
         step=recovered.last_step,
         acknowledged=recovered.last_acknowledged,
-        version=weights["published"],
-        groups=len(known),
+        version=run.staleness.published,
+        groups=kept,
         tasks_asked_again=asked_again,
         damaged=len(recovered.damaged),
     )

@@ -290,7 +290,8 @@ class World:
         def done() -> None:
             self._training = False
             self.trained.append((batch.step, trained_on, batch))
-            self.staleness.published = self.staleness.serving = batch.step
+            self.staleness.publish(batch.step)
+            self.staleness.serving = batch.step
             self.staleness.trained = batch.step
             if self.staleness.mode == "drop":
                 self.core.drop_stale(self.now)

@@ -72,7 +72,9 @@ def test_a_group_too_large_for_a_batch_is_dropped_with_a_reason() -> None:
 def test_a_group_that_is_too_old_on_arrival_is_dropped() -> None:
     """Only possible under `drop`, or for an env that had no server."""
     made = world(max_versions=1)
-    made.staleness.published = made.staleness.serving = made.staleness.formed = made.staleness.trained = 5
+    for version in range(1, 6):
+        made.staleness.publish(version)
+    made.staleness.serving = made.staleness.formed = made.staleness.trained = 5
     complete(made, 0, [0.0, 1.0, 0.0, 1.0], version=3)
     assert made.record.tasks == [("a", 0, "stale")]
 

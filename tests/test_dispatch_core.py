@@ -188,6 +188,23 @@ def test_without_a_healthy_endpoint_nothing_starts() -> None:
     assert world.core.waiting_for == "a healthy inference endpoint"
 
 
+def test_rollouts_on_a_lost_endpoint_are_asked_again_elsewhere() -> None:
+    """They end at once as retryable failures and are cancelled; the task is not lost."""
+    world = quiet(max_inflight=4)
+    world.turn()
+    group = open_group(world)
+    world.core.lose_endpoint(world.pool.endpoint, 0.0)
+    world.turn()
+    assert len(world.cancels) == 4
+    assert world.ledger.outcomes[Lane.TRAIN, "a", Outcome.FAILED, "endpoint_lost"] == 4
+    world.now = 2.0
+    world.core.abandon("test", 2.0, lanes=())
+    for attempt in [attempt for attempt in world.starts[4:] if attempt.group is not group]:
+        world.core.finish(attempt, make_data([1.0]), 2.0)
+    world.turn()
+    assert any(attempt.group is group and attempt.number == 2 for attempt in world.starts)
+
+
 def test_evaluations_go_ahead_of_training_without_stopping_it() -> None:
     """A triggered evaluation takes the next free slots; what is in flight stays."""
     evals = Evals([EvalPlan(env="e", split="eval", num_examples=3, rollouts_per_example=2, interval=1)])

@@ -199,6 +199,26 @@ async def test_one_stuck_server_wedges_neither_the_others_nor_the_run(tmp_path: 
         assert bad.weights == str(weights)
 
 
+async def test_stragglers_are_not_waited_for_once_the_others_are_done(tmp_path: Path) -> None:
+    """An update that most engines finished quickly ends soon after, however long a load may take in principle."""
+    weights = folder_of_weights(tmp_path)
+    async with (
+        ScriptedEngine() as first,
+        ScriptedEngine() as second,
+        ScriptedEngine(stuck={"/collective_rpc"}) as slow,
+        build_pool(first, second, slow, update_timeout_s=10_000, straggler_grace_s=0.1) as pool,
+    ):
+        await pool.wait_ready(10)
+        report = await pool.update_weights(1, str(weights))
+        assert report.updated == (first.base_url, second.base_url)
+        assert list(report.failed) == [slow.base_url]
+        assert not slow.paused
+        assert len(pool.ready) == 2
+        slow.unstick()
+        await pool.watches[2].check()
+        assert (slow.weights, len(pool.ready)) == (str(weights), 3)
+
+
 async def test_a_stuck_pause_is_undone(tmp_path: Path) -> None:
     """A pause that was asked for and not confirmed may still come into effect, so it is resumed."""
     weights = folder_of_weights(tmp_path)

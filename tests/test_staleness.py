@@ -34,15 +34,16 @@ def test_queued_and_formed_work_counts_too() -> None:
     assert not staleness.admits(4, queued=16, stuck=False)
     staleness.formed = 2
     assert not staleness.admits(4, queued=0, stuck=False)
-    staleness.trained = 1
-    staleness.published = staleness.serving = 1
+    staleness.trained = staleness.serving = 1
+    staleness.publish(1)
     assert staleness.admits(4, queued=0, stuck=False)
 
 
 def test_a_version_that_is_published_and_not_yet_served_costs_budget() -> None:
     """What is sampled before the engines have the new weights is one version older."""
     staleness = paced(max_versions=0)
-    staleness.formed = staleness.trained = staleness.published = 1
+    staleness.formed = staleness.trained = 1
+    staleness.publish(1)
     assert not staleness.admits(4, queued=0, stuck=False)
     assert "load version 1" in staleness.explain()
     assert not staleness.admits(4, queued=0, stuck=True), "not even when stuck: nobody could train on it"
@@ -63,7 +64,8 @@ def test_a_batch_waits_for_older_work_that_it_would_leave_behind() -> None:
     """Newer groups are queued, but the remaining steps cannot hold all the old ones in flight."""
     staleness = paced(max_versions=1)
     staleness.opened("a", 0, 16)
-    staleness.published = staleness.serving = 1
+    staleness.publish(1)
+    staleness.serving = 1
     staleness.formed = staleness.trained = 1
     assert staleness.held_back_by({1: 8}, {"a"}) == ("a", 0)
     assert staleness.held_back_by({1: 8}, set()) is None, "an env without a server is not waited for"
@@ -85,6 +87,30 @@ def test_a_trainer_that_publishes_rarely_does_not_block() -> None:
     staleness.formed = staleness.trained = 5
     assert staleness.version_at(6) == 0
     assert staleness.admits(4, queued=0, stuck=False)
+
+
+def test_versions_are_counted_whatever_their_numbers() -> None:
+    """A trainer that numbers by its own global step is two versions ahead, not two thousand."""
+    staleness = paced(max_versions=2)
+    staleness.publish(1000)
+    staleness.publish(2000)
+    staleness.formed = staleness.trained = 2
+    assert staleness.age(0, 3) == 2
+    assert staleness.oldest_allowed(3) == 0
+    staleness.publish(3000)
+    assert staleness.oldest_allowed(4) == 1000 + 1000
+
+
+def test_the_history_of_versions_survives_a_restart_and_stays_short() -> None:
+    """Ages are the same afterwards."""
+    staleness = paced(max_versions=1)
+    for version in range(1, 500):
+        staleness.publish(version * 10)
+    later = paced(max_versions=1)
+    later.load_state_dict(staleness.state_dict(), formed=9, trained=9)
+    assert later.published == later.serving == 4990
+    assert later.age(4980, 10) == 1
+    assert len(staleness.state_dict()["published"]) < 100
 
 
 def test_a_bucket_holds_its_rate() -> None:

@@ -89,12 +89,13 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     problems: list[Problem] = []
     _merge(data, _environment(problems))
     _apply_overrides(data, overrides, problems)
-    problems += find_problems(data)
     config = None
     try:
         config = Config(**data)
     except ValidationError as error:
-        problems = [*(_describe(details, data) for details in error.errors()), *problems]
+        problems = [*(_describe(details) for details in error.errors()), *problems]
+    # Values from variables are text until they are validated; so the validated ones are looked at where there are any.
+    problems += find_problems(data if config is None else config.model_dump(exclude_none=True))
     if problems or config is None:
         lines = "\n".join(f"  {where}: {what}" for where, what in problems)
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
@@ -168,10 +169,14 @@ def _set(target: Any, keys: list[str], value: Any) -> None:
         if isinstance(target, list):
             target = _item(target, key)
         else:
-            target = target.setdefault(key.replace("-", "_"), {})
+            target = _inside(target).setdefault(key.replace("-", "_"), {})
+    _inside(target)[last.replace("-", "_")] = value
+
+
+def _inside(target: Any) -> dict[str, Any]:
     if not isinstance(target, dict):
         raise LookupError("cannot be set: it is not inside a table")
-    target[last.replace("-", "_")] = value
+    return target
 
 
 def _item(items: list[Any], key: str) -> Any:
@@ -181,7 +186,7 @@ def _item(items: list[Any], key: str) -> Any:
     raise LookupError(f'there is no item "{key}"')
 
 
-def _describe(details: ErrorDetails, data: Mapping[str, Any]) -> Problem:
+def _describe(details: ErrorDetails) -> Problem:
     location = details["loc"]
     path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location).removeprefix(
         "."

@@ -6,7 +6,9 @@ that), and so report together with it.
 
 from collections.abc import Iterator, Mapping
 from fractions import Fraction
+from ipaddress import ip_address
 from typing import Any
+from urllib.parse import urlsplit
 
 Problem = tuple[str, str]
 """TOML path and what is wrong there."""
@@ -21,10 +23,8 @@ def find_warnings(data: Mapping[str, Any]) -> list[Problem]:
     """What works, but perhaps not as meant."""
     minimums = [_fraction(env.get("min_batch_allocation")) for env in _envs(data, "train")]
     total = sum(minimums, Fraction(0))
-    if total > 1:
-        yield_text = f"minimums sum to {float(total):.0%}; they are scaled down to 100 %"
-        return [("train.env", yield_text)]
-    return _staleness_warning(data)
+    scaled = [("train.env", f"minimums sum to {float(total):.0%}; they are scaled down to 100 %")]
+    return [*(scaled if total > 1 else []), *_staleness_warning(data)]
 
 
 def _envs(data: Mapping[str, Any], table: str) -> list[Mapping[str, Any]]:
@@ -139,10 +139,16 @@ def _ranks(data: Mapping[str, Any]) -> Iterator[Problem]:
 
 def is_loopback(address: str) -> bool:
     """Whether an address, given as host or as URL, stays on this machine."""
-    host = address.split("://", 1)[-1]
-    return address.startswith(("ipc://", "inproc://")) or host.startswith(
-        ("127.", "localhost", "[::1]", "::1")
-    )
+    if address.startswith(("ipc://", "inproc://", "file://")):
+        return True
+    place = address.split("://")[-1]
+    if place.count(":") > 1 and not place.startswith("["):
+        place = f"[{place}]"  # an IPv6 host alone, whose colons set no port apart
+    try:
+        host = urlsplit(f"//{place}").hostname or ""
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def _exposure(data: Mapping[str, Any]) -> Iterator[Problem]:

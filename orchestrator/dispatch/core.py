@@ -9,6 +9,7 @@ import heapq
 import itertools
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any
 
 from orchestrator.dispatch.ledger import Lane, Ledger, Outcome
 from orchestrator.dispatch.limits import Ramp, TokenBucket
@@ -112,6 +113,12 @@ class DispatchCore:
         group.failed += attempt.count
         group.failure = "server_lost" if lost else kind
         self._settle(group, now)
+
+    def lose_endpoint(self, endpoint: Any, now: float) -> None:
+        """Rollouts on this endpoint will not come back; each is tried again elsewhere. Rare, so a scan is fine."""
+        for attempt in [attempt for attempt in self._running if attempt.endpoint is endpoint]:
+            self._out.append(Cancel(attempt))
+            self.fail(attempt, "endpoint_lost", retryable=True, lost=False, now=now)
 
     def drop_stale(self, now: float) -> None:
         """Give up open training groups that could not be trained in time any more; their tasks are asked again."""

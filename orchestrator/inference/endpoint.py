@@ -10,6 +10,7 @@ was dispatched and `version_newest` when it ended.
 """
 
 import asyncio
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -243,7 +244,9 @@ class EngineApi:
 
 def _describe(error: Exception) -> str:
     if isinstance(error, aiohttp.ClientConnectorError):
-        return f"cannot connect ({error.os_error.strerror or error.os_error})"
+        # asyncio replaces the system's words by its own, which say nothing of the cause.
+        number = error.os_error.errno
+        return f"cannot connect ({os.strerror(number) if number else error.os_error})"
     return str(error) or type(error).__name__
 
 

@@ -14,6 +14,7 @@ import asyncio
 import os
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
@@ -58,6 +59,7 @@ class InferencePool:
         check_weights: bool = True,
         health: HealthPolicy | None = None,
         update_timeout_s: float = 600.0,
+        straggler_grace_s: float = 30.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if not base_urls:
@@ -84,6 +86,7 @@ class InferencePool:
             clock=clock,
         )
         self._policy = health or HealthPolicy()
+        self._straggler_grace_s = straggler_grace_s
         self.clock = clock
         self._session: aiohttp.ClientSession | None = None
         self._watches: dict[Endpoint, EndpointWatch] = {}
@@ -228,16 +231,24 @@ class InferencePool:
     async def update_weights(self, version: int, path: str | None) -> UpdateReport:
         """Bring every endpoint in service to a published version, side by side; the others follow on their return.
 
-        An endpoint that fails or is stuck is taken out until it has caught up. WeightUpdateError if the
-        version cannot be loaded at all; then no engine was touched and the old version stays.
+        An endpoint that fails is taken out until it has caught up. So is one that is still at it when the
+        others have long been done (`straggler_grace_s`, and three times as long as they took): one stuck
+        server holds up nobody. WeightUpdateError if the version cannot be loaded at all; then no engine was
+        touched and the old version stays.
         """
         started = self.clock()
         weights = await self._sync.retarget(version, path)
         failed: dict[str, str] = {}
         live = [endpoint for endpoint in self.endpoints if endpoint.state in IN_SERVICE]
-        async with asyncio.TaskGroup() as group:
-            for endpoint in live:
-                group.create_task(self._update(endpoint, failed), name=f"update {endpoint.url}")
+        try:
+            async with asyncio.timeout(None) as patience, asyncio.TaskGroup() as group:
+                update = _Update(
+                    patience, self._straggler_grace_s, len(live), asyncio.get_running_loop().time()
+                )
+                for endpoint in live:
+                    group.create_task(self._update(endpoint, failed, update), name=f"update {endpoint.url}")
+        except TimeoutError:
+            log.warning("weights.stragglers", version=version, endpoints=sorted(failed))
         report = UpdateReport(
             version=version,
             updated=tuple(endpoint.url for endpoint in live if endpoint.url not in failed),
@@ -254,7 +265,7 @@ class InferencePool:
         )
         return report
 
-    async def _update(self, endpoint: Endpoint, failed: dict[str, str]) -> None:
+    async def _update(self, endpoint: Endpoint, failed: dict[str, str], update: "_Update") -> None:
         try:
             await self._sync.catch_up(endpoint, self._watches[endpoint].api)
         except InferenceError as error:
@@ -263,8 +274,11 @@ class InferencePool:
             self.lose(endpoint, str(error))
         except asyncio.CancelledError:
             if endpoint.serial is None:
-                self.lose(endpoint, "a weight update was cancelled half-way")
+                failed[endpoint.url] = "a weight update was given up half-way"
+                self.lose(endpoint, failed[endpoint.url])
             raise
+        else:
+            update.note_done()
 
     # Transitions, called by the watches.
 
@@ -310,6 +324,23 @@ class InferencePool:
         self._ready = [endpoint for endpoint in self.endpoints if endpoint.healthy]
         self.limit = sum(endpoint.limit for endpoint in self._ready)
         self.on_change()
+
+
+@dataclass(slots=True)
+class _Update:
+    """How long the stragglers of an update are waited for: it begins to count when half of the endpoints are done."""
+
+    patience: asyncio.Timeout
+    grace_s: float
+    endpoints: int
+    started: float
+    done: int = 0
+
+    def note_done(self) -> None:
+        self.done += 1
+        if 2 * self.done >= self.endpoints and self.patience.when() is None:
+            now = asyncio.get_running_loop().time()
+            self.patience.reschedule(now + max(self.grace_s, 3 * (now - self.started)))
 
 
 def _headers(api_key_env: str | None) -> dict[str, str]:

@@ -131,7 +131,7 @@ async def _paused(
         try:
             await pause()
         except EngineError as error:
-            refused = error.status is not None  # it answered and did not pause
+            refused = error.status == 404  # there is no such call, so nothing was paused
             raise
         yield
         loaded = True

@@ -94,6 +94,26 @@ class Ledger(vf.StatefulToolEnv):
         return {**tool_args, "account": state["account"]}
 
 
+def shorten(text: str) -> str:
+    """The first letters of a text."""
+    return text[:2]
+
+
+class TextTools(vf.ToolEnv):
+    """For a policy that cannot write tool calls: whatever it says goes to the tool, until the turns are over."""
+
+    async def no_tools_called(self, state: vf.State) -> bool:
+        return False
+
+    async def env_response(self, messages: Any, state: vf.State, **kwargs: Any) -> Any:
+        return [await self.call_tool("shorten", {"text": messages[-1].content or ""}, "call_0")]
+
+
+def variety(completion: Any) -> float:
+    """Different characters in the last message; even a policy that has learned nothing differs in it."""
+    return float(len(set(last_text(completion))))
+
+
 class Broken(vf.SingleTurnEnv):
     """Its world fails before the policy is asked."""
 
@@ -128,6 +148,8 @@ def load_environment(kind: str = "single", extra: float = 1.0) -> vf.Environment
             return vf.EnvGroup(parts, env_names=["plain", "grouped"])
         case "tools":
             return vf.ToolEnv(dataset=words(), tools=[add], rubric=exact, max_turns=4)
+        case "text_tools":
+            return TextTools(dataset=words(), tools=[shorten], rubric=vf.Rubric(funcs=[variety]), max_turns=3)
         case "stateful":
             return Ledger(dataset=words(), rubric=balance, max_turns=4)
         case "multi_turn":

@@ -34,7 +34,7 @@ class WordTask(vf.Task[WordData, vf.State, WordTaskConfig]):
 
     @vf.metric
     async def length(self, trace: Any) -> float:
-        return float(len(trace.last_message.content))
+        return float(len(trace.last_message.content or ""))
 
 
 class WordsConfig(vf.TasksetConfig):

@@ -1,0 +1,119 @@
+"""Environments of all families in one configuration, served, killed and trained on by the real service."""
+
+import asyncio
+import os
+import random
+import signal
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator.local.server import ServerSpec, serve
+from orchestrator.trainer import AsyncTrainerClient, TrainingBatch
+from tests.adapters.conftest import HERE, Driver
+from tests.adapters.venvs import ALL, CLASSIC, REASONING_GYM, V1, Venv
+from tests.integration.service_fixture import Command, settings, write_config
+
+BATCH = 200
+STEPS = 4
+KILL_AFTER = 1
+SLOW_TO_GENERATE = {"futoshiki", "knight_swap"}
+"""A second or more for each problem, which is the library's time and not what is tested here."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _venvs() -> None:
+    for venv in ALL:
+        if venv.missing():
+            pytest.skip(venv.missing())
+
+
+@pytest.fixture
+def sockets() -> Iterator[Path]:
+    """A directory whose paths are short enough for Unix sockets."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as directory:
+        yield Path(directory)
+
+
+def table(name: str, venv: Venv, env_id: str, ratio: float, **fields: Any) -> dict[str, Any]:
+    """A [[train.env]] that is served by a virtualenv of its own."""
+    return {"name": name, "id": env_id, "ratio": ratio, "python": str(venv.python), **fields}
+
+
+def environments(datasets: list[str]) -> list[dict[str, Any]]:
+    """Twenty datasets of reasoning-gym, a classic group rubric, classic tools over several turns, a v1 taskset."""
+    classic = "verifiers::classic-tested"
+    return [
+        table("group", CLASSIC, classic, 0.2, args={"kind": "group"}),
+        table("tools", CLASSIC, classic, 0.1, args={"kind": "text_tools"}),
+        table("taskset", V1, "verifiers::v1-tested", 0.1),
+        *(table(name, REASONING_GYM, f"reasoning_gym::{name}", 0.6 / len(datasets)) for name in datasets),
+    ]
+
+
+async def train(address: str, kill: "Killer") -> list[TrainingBatch]:
+    """Take all batches; after the first, the servers' end comes in between."""
+    batches = []
+    async with AsyncTrainerClient(address) as trainer:
+        async for batch in trainer:
+            batches.append(batch)
+            if len(batches) == KILL_AFTER:
+                kill()
+    return batches
+
+
+class Killer:
+    """Ends one server of each family by SIGKILL."""
+
+    def __init__(self, command: Command, names: list[str]) -> None:
+        self._command = command
+        self._names = names
+
+    def __call__(self) -> None:
+        started = {event["env"]: event["pid"] for event in self._command.events("env.server_started")}
+        for name in self._names:
+            os.kill(started[name], signal.SIGKILL)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+async def test_all_families_train_together_and_survive_the_loss_of_their_servers(
+    tmp_path: Path, sockets: Path, reasoning_gym: Driver
+) -> None:
+    """Every batch has its exact size, the mix is the configured one, and killed servers come back."""
+    names = sorted(set(reasoning_gym.names("reasoning_gym")) - SLOW_TO_GENERATE - {"composite"})
+    datasets = random.Random(os.environ.get("DATASETS_SEED", "0")).sample(names, 20)
+    envs = environments(datasets)
+    address = f"ipc://{sockets}/trainer"
+    async with serve(ServerSpec(max_model_len=65536)) as base_url:
+        config = write_config(
+            tmp_path / "config.toml",
+            settings(
+                tmp_path / "run",
+                base_url,
+                envs,
+                max_steps=STEPS,
+                batch={"size": BATCH},
+                train={"group_size": 2},
+                dispatch={"max_inflight": 96, "keep_equal_rewards": True},
+                trainer={"bind": address},
+            ),
+        )
+        path = os.pathsep.join((str(HERE / "environments"), os.environ.get("PYTHONPATH", "")))
+        async with await Command.start("run", config, logs=tmp_path / "logs", PYTHONPATH=path) as command:
+            await command.wait_event("run.started")
+            killed = ["group", "taskset", datasets[0]]
+            async with asyncio.timeout(500):
+                batches = await train(address, Killer(command, killed))
+                assert await command.wait() == 0, command.errors()[-3000:]
+            started = Counter(event["env"] for event in command.events("env.server_started"))
+    assert [len(batch) for batch in batches] == [BATCH] * STEPS
+    assert all(batch.mask.sum() > 0 for batch in batches)
+    assert [started[name] for name in killed] == [2, 2, 2]
+    delivered = Counter(sequence.env for batch in batches for sequence in batch.sequences)
+    for env in envs:
+        assert delivered[env["name"]] / (BATCH * STEPS) == pytest.approx(env["ratio"], abs=0.03), delivered
