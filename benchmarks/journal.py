@@ -11,11 +11,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import numpy as np
 import zmq
+from numpy.typing import NDArray
 
 from benchmarks.frame import Figure, median_and_spread
 from envs import wire
@@ -39,13 +41,14 @@ def feed(address: str, seconds: float) -> None:
     tokens = rng.integers(0, 150_000, TOKENS, dtype=np.int32)
     logprobs = -rng.random(TOKENS, dtype=np.float32)
     mask = np.ones(TOKENS, np.uint8)
+    arrays = (tokens.data, mask.data, logprobs.data)
     header = wire.RolloutHeader(1.0, [TOKENS], "stop", False, {"correct": 1.0}, {"total": 1.0})
     start = time.monotonic()
     for number in range(int(GROUPS_PER_S * seconds)):
         time.sleep(max(0.0, start + number / GROUPS_PER_S - time.monotonic()))
         for rollout in range(ROLLOUTS):
             result = wire.Result(number * ROLLOUTS + rollout, [header])
-            socket.send_multipart([wire.encode(result), tokens, mask, logprobs, bytes(4096)], copy=False)
+            socket.send_multipart([wire.encode(result), *arrays, bytes(4096)], copy=False)
     socket.send_multipart([b"end"])
     socket.close()
     context.term()
@@ -62,11 +65,11 @@ class Receiver:
         self.socket.setsockopt(zmq.RCVHWM, 0)
         self.socket.bind(address)
         self.ended = asyncio.Event()
-        self.parts: list[tuple[np.ndarray, ...]] = []  # type: ignore[type-arg] # of three types
+        self.parts: list[tuple[NDArray[Any], ...]] = []
         self.transcripts: list[bytes] = []
         self.queue: list[Group] = []
         self.groups = self.step = 0
-        self.decode: Callable[[object], wire.Result] = wire.msgspec.msgpack.Decoder(wire.Result).decode
+        self.decode = msgspec.msgpack.Decoder(wire.Result).decode
         self.loop.add_reader(self.socket.fileno(), self.drain)
 
     def drain(self) -> None:
@@ -134,7 +137,8 @@ async def receive(run_dir: Path, *, record: bool, seconds: float) -> dict[str, f
     journal = Journal.open(run_dir) if record else None
     address = f"ipc://{run_dir}.sock"
     receiver = Receiver(journal, address)
-    feeder = subprocess.Popen([sys.executable, "-m", "benchmarks.journal", "feed", address, str(seconds)])
+    command = (sys.executable, "-m", "benchmarks.journal", "feed", address, str(seconds))
+    feeder = await asyncio.create_subprocess_exec(*command)
     lags: list[float] = []
     due = 0.0
 
@@ -157,7 +161,7 @@ async def receive(run_dir: Path, *, record: bool, seconds: float) -> dict[str, f
     cpu, wall = time.process_time() - cpu, time.monotonic() - started
     groups = receiver.groups
     receiver.close()
-    await asyncio.to_thread(feeder.wait)
+    await feeder.wait()
     if journal is not None:
         await journal.aclose()
     return {

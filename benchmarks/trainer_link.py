@@ -55,9 +55,9 @@ async def deliver(rounds: int, world_size: int) -> tuple[list[float], list[float
     async with BatchServer(
         bind="tcp://127.0.0.1:*", world_size=world_size, on_ack=acknowledged.put_nowait
     ) as server:
-        command = [sys.executable, "-m", "benchmarks.trainer_link", server.address]
+        command = (sys.executable, "-m", "benchmarks.trainer_link", server.address)
         trainers = [
-            subprocess.Popen([*command, str(rank), str(world_size)], stdout=subprocess.PIPE, text=True)
+            await asyncio.create_subprocess_exec(*command, str(rank), str(world_size), stdout=subprocess.PIPE)
             for rank in range(world_size)
         ]
         while sum(rank.waiting for rank in server.ranks) < world_size:  # noqa: ASYNC110 # start-up is not measured
@@ -71,13 +71,13 @@ async def deliver(rounds: int, world_size: int) -> tuple[list[float], list[float
                 server.finish("done")
             await acknowledged.get()
             cpu.append(time.process_time() - started)
-        outputs = [(await asyncio.to_thread(trainer.communicate))[0] for trainer in trainers]
+        outputs = [(await trainer.communicate())[0].decode() for trainer in trainers]
     arrived = [0.0] * rounds
     for output in outputs:
         for line in output.splitlines():
-            step, at, spent = line.split()
-            arrived[int(step) - 1] = max(arrived[int(step) - 1], float(at))
-            cpu[int(step) - 1] += float(spent)
+            number, at, spent = line.split()
+            arrived[int(number) - 1] = max(arrived[int(number) - 1], float(at))
+            cpu[int(number) - 1] += float(spent)
     return [at - start for at, start in zip(arrived, offered, strict=True)], cpu
 
 
@@ -91,7 +91,7 @@ def bare_limit(rounds: int) -> list[float]:
     samples = []
     for _ in range(rounds):
         started = time.process_time()
-        sender.send(data, copy=False)
+        sender.send(data.data, copy=False)
         receiver.recv(copy=False)
         samples.append(time.process_time() - started)
     sender.close()

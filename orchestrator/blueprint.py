@@ -4,11 +4,13 @@ Components take small frozen structures and never see the configuration; these f
 """
 
 import os
-from collections.abc import Sequence
+import random
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from envs.curve import ClientKeys, KeyFileError, read_key, read_pair
+from envs.errors import EnvironmentLoadError
 from envs.loader import parse_id
 from orchestrator.buffer import BatchBuffer
 from orchestrator.config import Config
@@ -25,13 +27,52 @@ from orchestrator.inference import (
     InferencePool,
     build_weight_update,
 )
-from orchestrator.mix import EnvShare, mix_targets
+from orchestrator.mix import EnvShare, build_mix, mix_targets
+from orchestrator.scoring import build_advantage
 from orchestrator.supervision import RestartPolicy
+
+
+def verify(config: Config) -> None:
+    """Look for what would fail at the start; ConfigError with all of it, before anything is spawned."""
+    names = [section.label for section in config.train.env]
+    parts: list[Callable[[], object]] = [
+        lambda: build_mix(
+            config.mix.strategy, names, [1.0] * len(names), rng=random.Random(0), **config.mix.options
+        ),
+        lambda: build_advantage(config.dispatch.advantage),
+        lambda: build_weight_update(config.inference.weight_update),
+        lambda: build_train_envs(config),
+        lambda: build_eval_envs(config),
+        lambda: read_variable("inference.api_key_env", config.inference.api_key_env),
+        lambda: read_variable("http.token_env", config.http.token_env),
+    ]
+    problems = []
+    for build in parts:
+        try:
+            build()
+        except ConfigError as error:
+            problems.append(str(error))
+    if problems:
+        raise ConfigError("\n  ".join(["the configuration cannot be started", *problems]))
+
+
+def read_variable(setting: str, name: str | None) -> str | None:
+    """What the environment variable that a setting names holds; ConfigError when there is none."""
+    if name is None:
+        return None
+    value = os.environ.get(name)
+    if not value:
+        raise ConfigError(f"{setting}: the environment variable {name} is not set")
+    return value
 
 
 def _env_spec(
     config: Config, section: EnvSection, *, name: str, train: bool, sampling: dict[str, object]
 ) -> EnvSpec:
+    try:
+        split = parse_id(section.id).split
+    except EnvironmentLoadError as error:
+        raise ConfigError(f'env "{name}": {error}') from None
     keys = None
     if section.server_key_file is not None:
         if section.secret_key_file is None:
@@ -45,7 +86,7 @@ def _env_spec(
     return EnvSpec(
         name=name,
         id=section.id,
-        split=parse_id(section.id).split or ("train" if train else "eval"),
+        split=split or ("train" if train else "eval"),
         train=train,
         args=section.args,
         model=config.model.name,
@@ -142,10 +183,7 @@ def build_pool(
         concurrency = AdaptiveConcurrency(
             min_inflight=dispatch.min_inflight, max_inflight=dispatch.max_inflight
         )
-    if inference.api_key_env is not None and inference.api_key_env not in os.environ:
-        raise ConfigError(
-            f"inference.api_key_env: the environment variable {inference.api_key_env} is not set"
-        )
+    read_variable("inference.api_key_env", inference.api_key_env)
     return InferencePool(
         base_urls,
         model=config.model.name,

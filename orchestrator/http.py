@@ -81,7 +81,14 @@ async def serve_http(app: Starlette, *, host: str, port: int) -> AsyncIterator[s
     """Serve until the block is left; yields the address."""
     listener = _listen(host, port)
     server = _Server(
-        uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=2)
+        uvicorn.Config(
+            app,
+            log_config=None,
+            log_level="warning",
+            access_log=False,
+            lifespan="off",
+            timeout_graceful_shutdown=2,
+        )
     )
     serving = asyncio.create_task(server.serve(sockets=[listener]), name="http")
     try:

@@ -168,6 +168,7 @@ class _EndOfRun(Exception):  # noqa: N818  not an error: it ends the group of pa
 @asynccontextmanager
 async def start_service(config: Config, *, fresh: bool = False) -> AsyncIterator[Service]:
     """Start every part; stop them when the block is left."""
+    blueprint.verify(config)
     async with AsyncExitStack() as stack:
         failed: asyncio.Future[JournalError] = asyncio.get_running_loop().create_future()
         journal = await stack.enter_async_context(_open_journal(config, fresh, failed))
@@ -440,9 +441,7 @@ def _offer_recovered(server: BatchServer, recovered: Recovered, max_steps: int |
 async def _serve_http(config: Config, stack: AsyncExitStack, run: Run) -> str | None:
     if not config.http.enabled:
         return None
-    token = os.environ.get(config.http.token_env) if config.http.token_env else None
-    if config.http.token_env and not token:
-        raise ConfigError(f"http.token_env: the environment variable {config.http.token_env} is not set")
+    token = blueprint.read_variable("http.token_env", config.http.token_env)
     app = build_app(status=run.status, metrics=lambda: render_metrics(run.status, run.ledger), token=token)
     return await stack.enter_async_context(serve_http(app, host=config.http.host, port=config.http.port))
 

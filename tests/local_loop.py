@@ -80,7 +80,14 @@ class LocalLoop:
             picks = [names[(step + number) % len(names)] for number in range(groups)]
             async with asyncio.TaskGroup() as tasks:
                 running = [
-                    (name, tasks.create_task(self.run_group(environments[name], train_tasks[name][self._index(train_tasks[name])])))
+                    (
+                        name,
+                        tasks.create_task(
+                            self.run_group(
+                                environments[name], train_tasks[name][self._index(train_tasks[name])]
+                            )
+                        ),
+                    )
                     for name in picks
                 ]
             experience = Experience()
@@ -105,4 +112,6 @@ def _add_group(experience: Experience, rollouts: Sequence[Rollout], rewards: Seq
     advantages = deviations / (np.std(rewards) + 1e-6)
     for rollout, advantage in zip(rollouts, advantages, strict=True):
         for sequence in rollout.sequences:
-            experience.add(sequence.tokens, sequence.mask, sequence.logprobs, sequence.mask * np.float32(advantage))
+            experience.add(
+                sequence.tokens, sequence.mask, sequence.logprobs, sequence.mask * np.float32(advantage)
+            )

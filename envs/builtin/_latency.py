@@ -10,7 +10,7 @@ import random
 
 
 class Latency:
-    """A wait of `median_s` on average of orders of magnitude; `spread` is the standard deviation of its logarithm."""
+    """Waits with the median `median_s`; `spread` is the standard deviation of their logarithm."""
 
     def __init__(self, median_s: float, spread: float = 0.5) -> None:
         if median_s < 0 or spread < 0:

@@ -1,4 +1,4 @@
-"""Name the larger of two digits: one turn, a short wait for a grader. Right or wrong, nothing in between."""
+"""Name the larger of two digits: one turn, a short wait for a grader, a rule that no single letter gives away."""
 
 import itertools
 

@@ -32,7 +32,9 @@ def build_parser() -> argparse.ArgumentParser:
     # Imported here, so that importing the package for its entry point stays cheap.
     from orchestrator.cli import env, run, simulate, status
 
-    parser = argparse.ArgumentParser(prog="orchestrator", description="Rollout orchestrator for reinforcement learning.")
+    parser = argparse.ArgumentParser(
+        prog="orchestrator", description="Rollout orchestrator for reinforcement learning."
+    )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for module in (run, env, simulate, status):

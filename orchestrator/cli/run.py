@@ -24,14 +24,20 @@ OVERRIDES = "Any setting can be overridden: --batch.size 64, --train.env.math.ra
 
 def register(commands: "Commands") -> None:
     """Add the commands."""
-    run = _add(commands, "run", "run until the steps are done; the same command again continues a run", run_command)
+    run = _add(
+        commands, "run", "run until the steps are done; the same command again continues a run", run_command
+    )
     run.add_argument("--fresh", action="store_true", help="start over: an existing journal is moved aside")
     _add(commands, "check", "validate a configuration and say what would be started", check_command)
-    evaluate = _add(commands, "eval", "run the evaluations alone, against the configured inference servers", eval_command)
+    evaluate = _add(
+        commands, "eval", "run the evaluations alone, against the configured inference servers", eval_command
+    )
     evaluate.add_argument("--json", action="store_true", help="print the results as JSON lines")
 
 
-def _add(commands: "Commands", name: str, text: str, function: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
+def _add(
+    commands: "Commands", name: str, text: str, function: Callable[[argparse.Namespace], int]
+) -> argparse.ArgumentParser:
     parser = commands.add_parser(name, help=text, description=text, epilog=OVERRIDES)
     parser.add_argument("config", type=Path, metavar="CONFIG")
     parser.set_defaults(run=function, takes_overrides=True)
@@ -40,9 +46,10 @@ def _add(commands: "Commands", name: str, text: str, function: Callable[[argpars
 
 def check_command(arguments: argparse.Namespace) -> int:
     """Print the resolved configuration and what would be started."""
-    from orchestrator.blueprint import describe_start
+    from orchestrator.blueprint import describe_start, verify
 
     config = load_config(arguments.config, arguments.overrides)
+    verify(config)
     print(json.dumps(config.model_dump(mode="json"), indent=2))
     print("\nwould start:")
     for line in describe_start(config):
@@ -132,7 +139,10 @@ class Signals:
         if self.exit_code:
             os._exit(128 + number)
         self.exit_code = 128 + number
-        print(f"\n{signal.Signals(number).name}: finishing what runs and saving; once more to end at once", file=sys.stderr)
+        print(
+            f"\n{signal.Signals(number).name}: finishing what runs and saving; once more to end at once",
+            file=sys.stderr,
+        )
         if self._service is not None:
             self._service.stop.set()
         elif self._task is not None:

@@ -1,6 +1,7 @@
 """`orchestrator status`: what a running service is doing and why it waits, read from its HTTP side."""
 
 import argparse
+import http.client
 import json
 import os
 import urllib.error
@@ -37,7 +38,12 @@ def status_command(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(body.decode())
         return 0
-    status = msgspec.json.decode(body, type=Status)
+    try:
+        status = msgspec.json.decode(body, type=Status)
+    except msgspec.DecodeError as error:
+        raise OrchestratorError(
+            f"{url}: what answers is not the service, or another version: {error}"
+        ) from None
     console = Console()
     console.print(render(status))
     console.print(f"state: {status.state}; batch: {status.buffer}")
@@ -52,6 +58,8 @@ def _address_of(run_dir: Path | None) -> str:
         address = json.loads(path.read_text(encoding="utf-8"))["http"]
     except FileNotFoundError:
         raise ConfigError(f"{path}: there is no such file; is {run_dir} the directory of a run?") from None
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from None
     if address is None:
         raise ConfigError(f"{run_dir}: this run does not serve HTTP (http.enabled = false)")
     return str(address)
@@ -61,11 +69,13 @@ def _fetch(url: str, token_env: str | None) -> bytes:
     headers = {}
     if token_env:
         headers["Authorization"] = f"Bearer {os.environ.get(token_env, '')}"
+    if not url.startswith(("http://", "https://")):
+        raise ConfigError(f"{url}: not an http:// or https:// address")
     request = urllib.request.Request(url, headers=headers)  # noqa: S310  the user names the address
     try:
         with urllib.request.urlopen(request, timeout=10) as reply:  # noqa: S310  same
             return bytes(reply.read())
     except urllib.error.HTTPError as error:
         raise OrchestratorError(f"{url}: {error.code} {error.reason}") from None
-    except (urllib.error.URLError, OSError) as error:
+    except (urllib.error.URLError, OSError, http.client.HTTPException) as error:
         raise OrchestratorError(f"{url}: nothing answers ({error}); is the service running?") from None

@@ -195,7 +195,8 @@ def _describe(details: ErrorDetails) -> Problem:
         return path, f"unknown key{_nearest(str(location[-1]), _section(location[:-1]))}"
     if details["type"] == "missing":
         return path, "is required"
-    return path, f"{details['msg'][0].lower()}{details['msg'][1:]} (got {details['input']!r})"
+    message = "input should be a table" if details["type"] == "model_type" else details["msg"]
+    return path, f"{message[0].lower()}{message[1:]} (got {details['input']!r})"
 
 
 def _section(location: tuple[int | str, ...]) -> type[BaseModel] | None:

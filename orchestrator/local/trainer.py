@@ -31,8 +31,8 @@ class TrainerSpec(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
     address: str
     checkpoints: str
-    learning_rate: float = 4.0
-    clip: float = 0.2
+    learning_rate: float = 2.5
+    clip: float = 3.0
     keep: int = 4
     rank: int = 0
     world_size: int = 1

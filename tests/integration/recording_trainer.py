@@ -38,7 +38,14 @@ class TrainerSpec(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 def describe(batch: TrainingBatch) -> dict[str, Any]:
     """A batch as one line of the record; the digest covers every byte of it."""
     digest = hashlib.sha256()
-    for array in (batch.lengths, batch.rewards, batch.sequence_advantages, batch.tokens, batch.logprobs, batch.mask):
+    for array in (
+        batch.lengths,
+        batch.rewards,
+        batch.sequence_advantages,
+        batch.tokens,
+        batch.logprobs,
+        batch.mask,
+    ):
         digest.update(array.tobytes())
     groups: Counter[str] = Counter()
     indices: dict[str, int] = {}
@@ -86,6 +93,11 @@ class TrainerRecord:
         """The newest step that any rank was given."""
         return max((step for step, _ in self.batches), default=0)
 
+    @property
+    def oldest(self) -> int:
+        """The largest age, in versions, of any sequence that was given."""
+        return max(line["oldest"] for line in self.batches.values())
+
     def groups(self) -> Counter[str]:
         """The groups that were given to any rank, each with the number of steps it was in."""
         steps: set[tuple[int, str]] = set()
@@ -106,7 +118,9 @@ class TrainerRecord:
                 assert {line["size"] for line in lines} == {batch_size // world_size}
                 assert len({line["version"] for line in lines}) == 1
         assert self.acknowledged <= set(self.batches), "a step was acknowledged without having been given"
-        assert {group for group, times in self.groups().items() if times > 1} == set(), "a group was trained on twice"
+        assert {group for group, times in self.groups().items() if times > 1} == set(), (
+            "a group was trained on twice"
+        )
 
 
 def read_records(paths: Iterable[Path]) -> TrainerRecord:
@@ -121,17 +135,15 @@ def read_records(paths: Iterable[Path]) -> TrainerRecord:
 
 
 async def train_here(
-    address: str, *, rank: int = 0, world_size: int = 1, think_s: float = 0.0, publish: bool = True
-) -> list[dict[str, Any]]:
-    """A rank in this event loop, until there are no more batches; returns what it was given."""
-    lines = []
+    address: str, record: TrainerRecord, *, rank: int = 0, world_size: int = 1, think_s: float = 0.0
+) -> None:
+    """A rank in this event loop, until there are no more batches."""
     async with AsyncTrainerClient(address, rank=rank, world_size=world_size) as trainer:
         async for batch in trainer:
-            lines.append(describe(batch))
+            record.note(describe(batch))
             await asyncio.sleep(think_s)
-            if publish and rank == 0:
+            if rank == 0:
                 await trainer.publish(batch.step)
-    return lines
 
 
 def _write(file: Any, line: dict[str, Any]) -> None:

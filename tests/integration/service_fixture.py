@@ -14,7 +14,7 @@ import threading
 import uuid
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -40,7 +40,11 @@ def settings(run_dir: Path, base_url: str, envs: list[dict[str, Any]], **section
         "run_dir": str(run_dir),
         "inference": {"base_urls": [base_url]},
         "batch": {"size": 8},
-        "train": {"group_size": 4, "env": envs, "sampling": {"max_tokens": 4}},
+        "train": {
+            "group_size": 4,
+            "env": [{"ratio": 1.0, **table} for table in envs],
+            "sampling": {"max_tokens": 4},
+        },
         "dispatch": {"max_inflight": 24, "ramp_s": 0.0},
         "trainer": {"bind": "tcp://127.0.0.1:0"},
         "http": {"port": 0},
@@ -116,7 +120,11 @@ def _possessions() -> set[str]:
         *(f"process {pid}" for pid in children()),
         *(f"task {task!r}" for task in asyncio.all_tasks() if task is not current),
         # Threads of asyncio's own pool stay until the loop ends.
-        *(f"thread {thread.name}" for thread in threading.enumerate() if not thread.name.startswith("asyncio_")),
+        *(
+            f"thread {thread.name}"
+            for thread in threading.enumerate()
+            if not thread.name.startswith("asyncio_")
+        ),
         *(f"socket {target}" for target in _descriptors() if target.startswith("socket:")),
     }
 
@@ -140,7 +148,6 @@ class Command:
     mark: str
     stdout: Path
     stderr: Path
-    _read: int = field(default=0)
 
     @classmethod
     async def start(cls, *arguments: str | Path, logs: Path, **environ: str) -> Self:
@@ -231,7 +238,11 @@ class TrainerProcess:
     @classmethod
     async def start(cls, spec: TrainerSpec) -> Self:
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "tests.integration.recording_trainer", msgspec.json.encode(spec).decode(), cwd=ROOT
+            sys.executable,
+            "-m",
+            "tests.integration.recording_trainer",
+            msgspec.json.encode(spec).decode(),
+            cwd=ROOT,
         )
         return cls(process, spec)
 

@@ -39,7 +39,9 @@ TASKS = 97
 class World:
     """A run directory, its orchestrator life after life, and the trainers and two env servers beside it."""
 
-    def __init__(self, directory: Path, sockets: Path, base_url: str, group_sizes: tuple[int, int, int]) -> None:
+    def __init__(
+        self, directory: Path, sockets: Path, base_url: str, group_sizes: tuple[int, int, int]
+    ) -> None:
         self.directory = directory
         # Unlike ports, nobody else can take these between two lives of the orchestrator.
         self.address = f"ipc://{sockets}/trainer"
@@ -58,7 +60,7 @@ class World:
             settings(
                 self.run_dir,
                 base_url,
-                [{**table, "ratio": 1.0} for table in envs],
+                envs,
                 seed=SEED,
                 batch={"size": BATCH},
                 dispatch={"max_inflight": 48, "ramp_s": 0.0, "backoff_s": 0.01},
@@ -143,7 +145,9 @@ class World:
         assert {name for name, times in places.items() if times > 1} == set()
         for (step, _), line in record.batches.items():
             for name in line["groups"]:
-                assert batched.get(name, step) == step, "the journal has a group in another batch than the trainer"
+                assert batched.get(name, step) == step, (
+                    "the journal has a group in another batch than the trainer"
+                )
         assert all(step <= recovered.last_step for step, _ in record.batches)
         return places
 
@@ -157,7 +161,12 @@ class World:
         evicted = sum(n for what, n in counts.items() if what.startswith("evicted"))
         assert self.mixed_sizes or evicted == 0, "paced work of one size is never too old"
         ended_without = sum(n for what, n in counts.items() if what.startswith("given_up"))
-        assert set(counts) <= {"finished", "batched", "evicted: stale", *(w for w in counts if "given_up" in w)}
+        assert set(counts) <= {
+            "finished",
+            "batched",
+            "evicted: stale",
+            *(w for w in counts if "given_up" in w),
+        }
         assert counts["finished"] == len(grouped) + evicted, "a finished and recorded group is lost"
         assert counts["finished"] + ended_without == len(resolved), "a position was resolved twice, or never"
         if name != "flaky":
@@ -179,7 +188,9 @@ class World:
             name: TrainSource([SourceEnv(name, "train", TASKS)], mix=_OneEnv(name), seed=SEED)
             for name in ("ranked", "flaky")
         }
-        expected = {name: [source.next_task().index for _ in range(20 * TASKS)] for name, source in sources.items()}
+        expected = {
+            name: [source.next_task().index for _ in range(20 * TASKS)] for name, source in sources.items()
+        }
         for line in record.batches.values():
             for group, index in line["indices"].items():
                 name, _, position = group.split("/")
@@ -243,3 +254,47 @@ async def test_an_orchestrator_killed_at_random_moments_loses_and_repeats_nothin
     async with world(tmp_path) as one:
         record = await kill_at_random(one, kills=20, seed=1)
     assert record.last_step > 20
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("seed", range(2, 12))
+async def test_an_orchestrator_killed_at_random_moments_many_times_over(tmp_path: Path, seed: int) -> None:
+    """The same with hundreds of kills, half of them with groups of different sizes."""
+    async with world(tmp_path, (4, 4, 4) if seed % 2 else (4, 3, 2)) as one:
+        await kill_at_random(one, kills=30, seed=seed)
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("die", ["before_ack", "after_ack"])
+async def test_a_trainer_killed_beside_its_acknowledgement_gets_what_it_needs(
+    tmp_path: Path, die: str
+) -> None:
+    """Killed before: the same bytes again. Killed after: the next step. The other rank notices nothing."""
+    async with world(tmp_path) as one, await one.start() as command:
+        async with await TrainerProcess.start(one.trainer(1)):
+            async with await TrainerProcess.start(one.trainer(0, die_at=4, die=die)) as mortal:
+                assert await mortal.process.wait() == -signal.SIGKILL
+            async with await TrainerProcess.start(one.trainer(0)):
+                await one.trained(command, 8)
+                await one.end(command)
+    record = one.prove()
+    assert record.served[4, 0] == (2 if die == "before_ack" else 1)
+    assert all(times == 1 for key, times in record.served.items() if key != (4, 0))
+
+
+@pytest.mark.timeout(180)
+async def test_a_trainer_may_die_together_with_the_orchestrator(tmp_path: Path) -> None:
+    """Both sides killed at the same moment, several times: each begins again where the records meet."""
+    rng = random.Random(5)
+    async with world(tmp_path) as one:
+        for _ in range(3):
+            before = one.record().last_step
+            async with one.trainers(), await one.start() as command:
+                await one.trained(command, before + rng.randrange(2, 6))
+                command.send(signal.SIGKILL)
+        async with one.trainers(), await one.start() as command:
+            await one.trained(command, one.record().last_step + 3)
+            await one.end(command)
+    record = one.prove()
+    assert max(record.served.values()) <= 4

@@ -17,10 +17,8 @@ from tests.vllm.load import Load, loaded
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
-MOST = 32
-MAX_TOKENS = (
-    480  # four or five cache blocks at the end, one at the start: 24 blocks hold five or six rollouts
-)
+MOST = 24
+MAX_TOKENS = 400  # one cache block at the start, four at the end: 24 blocks hold six to ten rollouts
 HEALTH = HealthPolicy(interval_s=0.25, check_timeout_s=20.0)
 
 

@@ -1,0 +1,215 @@
+"""The command line as a process: how a run is stopped, refused, or ends in an error, and with which exit code."""
+
+import json
+import resource
+import signal
+import socket
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator.journal import JournalReader
+from orchestrator.local.server import run_policy_server
+from tests.integration.env_servers import until
+from tests.integration.recording_trainer import TrainerSpec, read_records
+from tests.integration.service_fixture import (
+    Command,
+    TrainerProcess,
+    env,
+    make_config,
+    run_command,
+    running_service,
+    settings,
+    write_config,
+)
+
+
+@pytest.fixture
+async def policy() -> AsyncIterator[str]:
+    """The address of an inference server."""
+    async with run_policy_server() as base_url:
+        yield base_url
+
+
+def config_file(tmp_path: Path, policy: str, *envs: dict[str, Any], **sections: Any) -> Path:
+    return write_config(tmp_path / "config.toml", settings(tmp_path / "run", policy, list(envs), **sections))
+
+
+async def run_failing(tmp_path: Path, config: Path, *overrides: str) -> tuple[int | None, str]:
+    """Run until the error; its exit code and what it said, which is never a traceback of ours."""
+    command = await run_command("run", config, *overrides, logs=tmp_path / "logs")
+    said = command.errors()
+    assert 'File "' not in said.partition("orchestrator: ")[0], said
+    return command.process.returncode, said.partition("orchestrator: ")[2]
+
+
+# --- signals --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+async def test_one_signal_drains_and_saves(tmp_path: Path, policy: str, number: signal.Signals) -> None:
+    """What is in flight may end and is recorded, the exit code says which signal, and the run can be continued."""
+    gate = tmp_path / "gate"
+    config = config_file(
+        tmp_path,
+        policy,
+        env("Gated", args={"gate": str(gate)}),
+        batch={"size": 400},
+        dispatch={"max_inflight": 8},
+    )
+    async with await Command.start("run", config, logs=tmp_path / "logs") as command:
+        await command.wait_event("run.started")
+        command.send(number)
+        await command.wait_event("run.draining")
+        gate.touch()
+        assert await command.wait() == 128 + number, command.errors()
+        assert not command.processes()
+    with JournalReader(tmp_path / "run") as reader:
+        assert [row.task.key for row in reader.group_rows(queued=True)] == ["gated/train/0", "gated/train/1"]
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["end"] == "stopped by a signal"
+    async with await Command.start("run", config, logs=tmp_path / "logs") as command:
+        assert (await command.wait_event("run.resumed"))["groups"] == 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+async def test_a_second_signal_ends_at_once(tmp_path: Path, policy: str, number: signal.Signals) -> None:
+    """Even while rollouts would go on, and without leaving a process behind."""
+    config = config_file(tmp_path, policy, env("Gated", args={"gate": str(tmp_path / "never")}))
+    async with await Command.start("run", config, logs=tmp_path / "logs") as command:
+        await command.wait_event("run.started")
+        command.send(number)
+        await command.wait_event("run.draining")
+        command.send(number)
+        assert await command.wait() == 128 + number
+        assert command.events("run.drain_ended") == []
+        await until(lambda: not command.processes())
+
+
+async def test_a_signal_while_it_starts_ends_the_start(tmp_path: Path, policy: str) -> None:
+    """Before anything is served there is nothing to drain: the exit code says the signal, without a traceback."""
+    config = config_file(tmp_path, "http://127.0.0.1:9/v1", env("Dice"))
+    async with await Command.start("run", config, logs=tmp_path / "logs") as command:
+        await command.wait_event("env.ready")
+        command.send(signal.SIGTERM)
+        assert await command.wait() == 128 + signal.SIGTERM
+        assert not command.processes()
+        assert "Traceback" not in command.errors()
+
+
+# --- what cannot be started -----------------------------------------------------------------------------------------
+
+
+async def test_a_mistake_in_the_configuration_ends_before_anything_is_started(
+    tmp_path: Path, policy: str
+) -> None:
+    """Exit code 2 with every problem at its path; not even the run directory is made."""
+    config = config_file(tmp_path, policy, env("Dice", ratoi=1.0), batch={"size": 7})
+    code, said = await run_failing(tmp_path, config)
+    assert code == 2
+    assert 'train.env[0].ratoi: unknown key; did you mean "ratio"?' in said
+    assert "batch.size: no number of whole groups of 4 ever sums to 7" in said
+    assert not (tmp_path / "run").exists()
+
+
+async def test_an_env_that_cannot_be_loaded_ends_the_start_with_its_last_words(
+    tmp_path: Path, policy: str
+) -> None:
+    """Exit code 3, with the tail of the server's own log."""
+    config = config_file(tmp_path, policy, env("Dice"), env("Unloadable"))
+    code, said = await run_failing(tmp_path, config)
+    assert code == 3
+    assert 'env "unloadable": server unloadable-0 did not start' in said
+    assert "RuntimeError: the dataset is not where it should be" in said
+
+
+async def test_an_env_whose_servers_keep_dying_ends_the_run(tmp_path: Path, policy: str) -> None:
+    """Exit code 4 once its restarts are used up."""
+    config = config_file(
+        tmp_path, policy, env("Dying", max_restarts=2), dispatch={"max_attempts": 100, "backoff_s": 0.01}
+    )
+    code, said = await run_failing(tmp_path, config)
+    assert code == 4
+    assert 'env "dying": server dying-0 keeps dying and its restarts are used up' in said
+
+
+async def test_an_address_that_is_taken_ends_the_start(tmp_path: Path, policy: str) -> None:
+    """Exit code 5 for the trainer's link; the address is named."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+        code, said = await run_failing(
+            tmp_path, config_file(tmp_path, policy, env("Dice"), trainer={"bind": address})
+        )
+    assert code == 5
+    assert f"the trainer link cannot listen at {address}" in said
+
+
+async def test_a_second_orchestrator_on_a_run_directory_is_refused(tmp_path: Path, policy: str) -> None:
+    """Exit code 6 with a line that names the first; the first goes on."""
+    config = make_config(tmp_path / "run", policy, [env("Dice")])
+    async with running_service(config) as running:
+        code, said = await run_failing(tmp_path, tmp_path / "run" / "config.toml")
+        assert code == 6
+        assert f"{tmp_path / 'run'}: in use by pid " in said
+        assert "stop that orchestrator or choose another run_dir" in said
+        assert not running.serving.done()
+
+
+async def test_a_run_directory_that_cannot_be_written_ends_the_start(tmp_path: Path, policy: str) -> None:
+    """Exit code 6; the directory is named."""
+    (tmp_path / "file").touch()
+    config = config_file(tmp_path, policy, env("Dice"))
+    code, said = await run_failing(tmp_path, config, "--run_dir", str(tmp_path / "file" / "run"))
+    assert code == 6
+    assert "file/run: the run directory cannot be written" in said
+
+
+# --- what cannot go on ----------------------------------------------------------------------------------------------
+
+
+async def test_a_run_without_anything_to_train_on_has_its_own_exit_code(tmp_path: Path, policy: str) -> None:
+    """Exit code 7, with the env and the reason on one line."""
+    config = config_file(tmp_path, policy, env("Level"), dispatch={"max_barren_batches": 2})
+    code, said = await run_failing(tmp_path, config)
+    assert code == 7
+    assert 'env "level": equal_rewards' in said
+    assert len(said.splitlines()) == 1
+
+
+@pytest.mark.timeout(120)
+async def test_a_full_disk_ends_the_run_and_loses_nothing_that_was_recorded(
+    tmp_path: Path, policy: str
+) -> None:
+    """Exit code 6 when a file cannot grow any more; with room again the run continues without a gap."""
+    record = tmp_path / "rank-0.jsonl"
+    config = config_file(
+        tmp_path,
+        policy,
+        env("Dice"),
+        trainer={"bind": f"ipc://{tmp_path}/trainer"},
+        log={"level": "info", "format": "json"},
+    )
+    spec = TrainerSpec(f"ipc://{tmp_path}/trainer", str(record))
+    async with await TrainerProcess.start(spec):
+        async with await Command.start("run", config, logs=tmp_path / "logs") as command:
+            await until(
+                lambda: read_records([record]).last_step >= 3 or command.process.returncode is not None
+            )
+            # The kernel refuses to let any file of the process grow beyond this, as a full disk would.
+            resource.prlimit(command.process.pid, resource.RLIMIT_FSIZE, (400_000, 400_000))
+            assert await command.wait() == 6, command.errors()[-3000:]
+            said = command.errors().partition("orchestrator: ")[2]
+            assert str(tmp_path / "run") in said
+            assert "Traceback" not in command.errors()
+            assert not command.processes()
+        before = read_records([record]).last_step
+        async with await Command.start("run", config, logs=tmp_path / "logs") as command:
+            await until(
+                lambda: (
+                    read_records([record]).last_step >= before + 3 or command.process.returncode is not None
+                )
+            )
+            command.send(signal.SIGTERM)
+            assert await command.wait() == 128 + signal.SIGTERM, command.errors()[-3000:]
+    read_records([record]).check(world_size=1, batch_size=8)

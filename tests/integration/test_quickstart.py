@@ -1,0 +1,67 @@
+"""The quickstart as a newcomer runs it: one command, real processes, a reward that climbs because something learns."""
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.env_servers import ROOT, until
+from tests.integration.service_fixture import Command, run_command
+
+QUICKSTART = ROOT / "configs" / "quickstart.toml"
+ENVS = {"reverse": 0.4, "agree": 0.3, "lookup": 0.3}
+
+
+async def run_quickstart(tmp_path: Path, *overrides: str) -> dict[str, Any]:
+    """Run it to its end; returns the summary."""
+    run_dir = tmp_path / "run"
+    command = await run_command("run", QUICKSTART, "--run_dir", run_dir, *overrides, logs=tmp_path / "logs")
+    assert command.process.returncode == 0, command.errors()[-3000:]
+    assert "max_steps reached" in command.stdout.read_text()
+    summary: dict[str, Any] = json.loads((run_dir / "summary.json").read_text())
+    return summary
+
+
+@pytest.mark.timeout(180)
+async def test_the_quickstart_learns_and_says_so_in_its_summary(tmp_path: Path) -> None:
+    """From near chance to at least 0.8 in every env, with everything that a summary should tell."""
+    summary = await run_quickstart(tmp_path, "--max_steps", "45")
+    assert (summary["end"], summary["steps"], summary["sequences"]) == ("max_steps reached", 45, 45 * 128)
+    assert summary["first_reward"] < 0.2
+    assert summary["last_reward"] >= 0.8
+    assert summary["wall_time_s"] > 0
+    assert summary["outcomes"]["completed"] >= 45 * 128
+    assert set(summary["outcomes"]) == {"completed", "failed", "timed_out", "cancelled", "lost"}
+    assert summary["failures"] == {}
+    assert set(summary["envs"]) == set(ENVS)
+    for name, target in ENVS.items():
+        facts = summary["envs"][name]
+        assert facts["first_reward"] < 0.3
+        assert facts["last_reward"] > 0.5
+        assert facts["target_share"] == pytest.approx(target)
+        assert facts["actual_share"] == pytest.approx(target, abs=0.05)
+    assert summary["staleness"]["max"] <= 2
+
+
+@pytest.mark.timeout(180)
+async def test_without_learning_the_reward_does_not_climb(tmp_path: Path) -> None:
+    """The same run with a learning rate of 0 stays where it began: the reward comes from learning alone."""
+    summary = await run_quickstart(tmp_path, "--max_steps", "25", "--local.learning_rate", "0")
+    assert summary["version"] >= 23
+    assert summary["first_reward"] < 0.1
+    assert summary["last_reward"] < 0.1
+
+
+@pytest.mark.timeout(120)
+async def test_killing_the_orchestrator_leaves_no_process_behind(tmp_path: Path) -> None:
+    """After kill -9 in the middle of a run its env servers, policy server and trainer end by themselves."""
+    command = await Command.start("run", QUICKSTART, "--run_dir", tmp_path / "run", logs=tmp_path / "logs")
+    async with command:
+        await command.wait_event("batch.formed", 3)
+        # Three env servers, the policy server, the trainer, and the orchestrator itself.
+        assert len(command.processes()) == 6
+        command.send(signal.SIGKILL)
+        await command.wait()
+        await until(lambda: not command.processes())

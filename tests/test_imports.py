@@ -1,0 +1,188 @@
+"""Who may import whom, and that importing costs little.
+
+The arrows are read from the sources, imports inside functions and under TYPE_CHECKING included; the costs are seen in
+a fresh interpreter, by which modules it has loaded.
+"""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+CORE = [
+    "orchestrator.assembly",
+    "orchestrator.batching",
+    "orchestrator.buffer",
+    "orchestrator.dispatch.core",
+    "orchestrator.dispatch.ledger",
+    "orchestrator.dispatch.limits",
+    "orchestrator.dispatch.ports",
+    "orchestrator.dispatch.staleness",
+    "orchestrator.dispatch.work",
+    "orchestrator.evals",
+    "orchestrator.group",
+    "orchestrator.mix",
+    "orchestrator.partition",
+    "orchestrator.scoring",
+    "orchestrator.simulate",
+    "orchestrator.source",
+]
+"""What decides, and so neither waits, nor speaks to anybody, nor looks at a clock."""
+
+SHELL = {
+    "aiohttp",
+    "asyncio",
+    "selectors",
+    "socket",
+    "starlette",
+    "threading",
+    "time",
+    "uvicorn",
+    "uvloop",
+    "zmq",
+}
+WIRING = ["orchestrator.blueprint", "orchestrator.cli", "orchestrator.evaluate", "orchestrator.service"]
+"""The only ones that see a whole configuration."""
+
+ALLOWED_IN_ENVS = {"aiohttp", "msgspec", "numpy", "structlog", "uvloop", "yarl", "zmq"}
+"""yarl comes with aiohttp; uvloop is used where it is there."""
+
+LIBRARIES_OF_ADAPTERS = {"datasets", "openai", "reasoning_gym", "verifiers"}
+
+
+def modules(*packages: str) -> dict[str, Path]:
+    """Every module of the packages, by its name."""
+    found = {}
+    for package in packages:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def imported(path: Path, known: dict[str, Path]) -> Iterator[str]:
+    """Every module that a file imports anywhere in it; `from a import b` counts as a.b where that is a module."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: imports are absolute here"
+            assert node.module is not None
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                yield inner if inner in known else node.module
+
+
+def inside(module: str, packages: list[str]) -> bool:
+    return any(module == package or module.startswith(f"{package}.") for package in packages)
+
+
+KNOWN = modules("orchestrator", "envs")
+ARROWS = {name: set(imported(path, KNOWN)) for name, path in KNOWN.items()}
+
+
+def reached(module: str) -> set[str]:
+    """All of our modules that a module imports, directly or not."""
+    found: set[str] = set()
+    waiting = [module]
+    while waiting:
+        for target in ARROWS[waiting.pop()] & KNOWN.keys():
+            if target not in found:
+                found.add(target)
+                waiting.append(target)
+    return found
+
+
+def loaded_by(statement: str) -> set[str]:
+    """The modules that a fresh interpreter has loaded after a statement."""
+    code = f"import sys; before = set(sys.modules); {statement}; print(*sorted(set(sys.modules) - before))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    return set(done.stdout.split())
+
+
+@pytest.mark.parametrize("module", [name for name in KNOWN if name.split(".")[0] == "envs"])
+def test_envs_never_imports_the_service(module: str) -> None:
+    """An env server may run under an interpreter that has only `envs` and a few light libraries."""
+    roots = {name.split(".")[0] for name in ARROWS[module]} - set(sys.stdlib_module_names) - {"envs"}
+    allowed = ALLOWED_IN_ENVS | (LIBRARIES_OF_ADAPTERS if module.startswith("envs.adapters.") else set())
+    assert roots <= allowed
+
+
+@pytest.mark.parametrize("module", [name for name in KNOWN if inside(name, CORE)])
+def test_the_core_is_pure(module: str) -> None:
+    """What decides imports nothing that waits, speaks or keeps time, nor anything of ours that does."""
+    ours = {module} | {name for name in reached(module) if name.split(".")[0] == "orchestrator"}
+    impure = {
+        f"{name} imports {target}"
+        for name in ours
+        for target in ARROWS[name]
+        if target.split(".")[0] in SHELL
+    }
+    assert not impure
+
+
+def test_the_core_is_where_it_is_said_to_be() -> None:
+    """A module that moved would be checked no more."""
+    assert [name for name in [*CORE, *WIRING] if name not in KNOWN] == []
+
+
+@pytest.mark.parametrize("module", [name for name in KNOWN if name.split(".")[0] == "orchestrator"])
+def test_only_the_wiring_sees_the_configuration(module: str) -> None:
+    """Components take arguments of their own; what a configuration file looks like is nobody else's business."""
+    if not inside(module, [*WIRING, "orchestrator.config"]):
+        assert not [target for target in ARROWS[module] if inside(target, ["orchestrator.config"])]
+
+
+def test_nobody_imports_the_wiring_but_the_command_line() -> None:
+    """Parts are wired together in one place and know nothing of it."""
+    wiring = ["orchestrator.blueprint", "orchestrator.evaluate", "orchestrator.service"]
+    importers = {
+        name for name, targets in ARROWS.items() if any(inside(target, wiring) for target in targets)
+    }
+    assert not {name for name in importers if not inside(name, WIRING)}
+
+
+HEAVY = {
+    "aiohttp",
+    "asyncio",
+    "numpy",
+    "prometheus_client",
+    "pydantic",
+    "rich",
+    "starlette",
+    "uvicorn",
+    "uvloop",
+    "zmq",
+}
+
+
+def test_importing_the_package_loads_nothing_heavy() -> None:
+    """`import orchestrator` starts nothing and costs next to nothing."""
+    assert loaded_by("import orchestrator, orchestrator.cli") & HEAVY == set()
+
+
+def test_a_trainer_imports_little() -> None:
+    """What a trainer imports brings only what its link needs: pyzmq, msgspec, numpy."""
+    loaded = loaded_by("import orchestrator.trainer")
+    assert loaded & (HEAVY - {"asyncio", "numpy", "zmq"}) == set()
+    roots = {name.split(".")[0] for name in loaded}
+    assert roots & {"aiohttp", "pydantic_settings", "rich", "structlog", "uvloop"} == set()
+
+
+def test_the_sdk_imports_little() -> None:
+    """`from envs import Environment` brings neither the HTTP client nor the server."""
+    assert loaded_by("import envs") & (HEAVY - {"asyncio", "numpy"}) == set()
+
+
+def test_importing_any_module_starts_no_thread() -> None:
+    """No module does anything when it is imported: none of ours leaves a thread or an event loop behind."""
+    names = [
+        name for name in KNOWN if not name.startswith("envs.adapters.") and not name.endswith("__main__")
+    ]
+    statement = f"import importlib, threading; [importlib.import_module(name) for name in {names!r}]"
+    check = f"{statement}; assert threading.active_count() == 1, threading.enumerate()"
+    loaded_by(check)
