@@ -87,7 +87,7 @@ class EnvServer:
         self._stopping = asyncio.Event()
         self._socket: DrainedSocket | None = None
         self._runs: asyncio.TaskGroup | None = None
-        self._active: set[asyncio.Task[None]] = set()
+        self._active: set[asyncio.Task[list[bytes]]] = set()
         self._runner: Runner | None = None
         self._sessions = Sessions(
             env=spec.id,
@@ -221,22 +221,23 @@ class EnvServer:
 
     def _start(self, active: ActiveRun) -> None:
         assert self._runs is not None
-        task = self._runs.create_task(self._run(active), name=active.name)
+        assert self._runner is not None
+        answering = self._runner.answer(active.run, active.session.settings)
+        task = self._runs.create_task(answering, name=active.name)
         active.cancel = task.cancel
         self._active.add(task)
-        task.add_done_callback(self._active.discard)
+        # Not the coroutine's own last step: one that is cancelled before it began has none.
+        task.add_done_callback(lambda done: self._on_ended(active, done))
 
-    async def _run(self, active: ActiveRun) -> None:
-        assert self._runner is not None
+    def _on_ended(self, active: ActiveRun, task: asyncio.Task[list[bytes]]) -> None:
+        self._active.discard(task)
         frames: list[bytes] = []
-        try:
-            frames = await self._runner.answer(active.run, active.session.settings)
-        except asyncio.CancelledError:
-            if not active.reason:
-                raise
-        finally:
-            # A result has array frames behind its header; a failure has not.
-            self._sessions.on_done(active, frames, failed=len(frames) == 1)
+        if task.cancelled():
+            active.reason = active.reason or "server_stopping"
+        elif task.exception() is None:
+            frames = task.result()
+        # A result has array frames behind its header; a failure has not.
+        self._sessions.on_done(active, frames, failed=len(frames) == 1)
 
 
 def _resident_bytes() -> int:

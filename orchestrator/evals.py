@@ -59,11 +59,6 @@ class Evals:
         self.results: list[dict[str, Any]] = []
 
     @property
-    def any(self) -> bool:
-        """Whether anything is evaluated at all."""
-        return bool(self._plans)
-
-    @property
     def active(self) -> list[EvalRun]:
         """Runs that are not finished."""
         return list(self._active)

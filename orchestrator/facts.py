@@ -135,18 +135,14 @@ class Facts:
             self.stale_max = max(self.stale_max, age)
         self._window.append(sizes)
         self.sequences += batch.size
-        total, count = 0.0, 0
         for name, facts in self.envs.items():
             facts.emitted += sizes[name]
-            total += facts.reward_sum
-            count += facts.reward_count
             if facts.reward_count:
                 facts.reward = facts.reward_sum / facts.reward_count
                 facts.first_reward = facts.reward if facts.first_reward is None else facts.first_reward
                 facts.reward_sum, facts.reward_count = 0.0, 0
-        if count:
-            self.reward = total / count
-            self.first_reward = self.reward if self.first_reward is None else self.first_reward
+        self.reward = self._mean_reward()
+        self.first_reward = self.reward if self.first_reward is None else self.first_reward
         step = {
             "step": batch.step,
             "version": batch.version,
@@ -159,6 +155,16 @@ class Facts:
         for told in self.on_step:
             told(step)
         return step
+
+    def _mean_reward(self) -> float | None:
+        """Latest rewards of the envs, weighted by their targets: an env that had nothing new does not drop out."""
+        known = [
+            (self.targets[name], facts.reward)
+            for name, facts in self.envs.items()
+            if facts.reward is not None
+        ]
+        total = sum(target for target, _ in known)
+        return sum(target * reward for target, reward in known) / total if total else None
 
     def seconds(self, now: float) -> float:
         """Time that the run has been running, earlier processes included."""

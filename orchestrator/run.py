@@ -93,11 +93,11 @@ class Run:
         self.end_if_complete()
 
     def end_if_complete(self) -> None:
-        """End once every step is trained on and the evaluations of the last version are done."""
+        """End once every step is trained on, the last version is loaded and its evaluations are done."""
         if self.max_steps is None or self.staleness.trained < self.max_steps:
             return
-        last_evals_due = self.evals.any and self.staleness.serving != self.staleness.published
-        if not self.evals.active and (self._update_failed or not last_evals_due):
+        updating = self.staleness.serving != self.staleness.published and not self._update_failed
+        if not self.evals.active and not updating:
             self.end("max_steps reached")
 
     def on_publish(self, version: int, path: str | None) -> None:

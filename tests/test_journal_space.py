@@ -1,6 +1,7 @@
 """The journal's disk space: given back as batches are acknowledged, and a full disk loses nothing."""
 
 import json
+import sqlite3
 import subprocess
 import sys
 from pathlib import Path
@@ -80,13 +81,17 @@ def test_payloads_that_no_row_refers_to_are_deleted_at_the_next_start(tmp_path: 
     assert not orphan.exists()
 
 
-def test_a_rolled_back_transaction_leaves_no_trace(tmp_path: Path) -> None:
+def test_a_transaction_that_fails_leaves_no_trace(tmp_path: Path) -> None:
     """Neither rows nor payload bytes, and the store goes on."""
     store = make_store(tmp_path)
     run_steps(store, 1, 1)
     before = payload_bytes(tmp_path)
     store.begin(sync=False)
     store.add_group(make_group(100))
+    store.add_group(make_group(0))
+    with pytest.raises(sqlite3.IntegrityError):
+        store.commit(sync=False)
+    assert payload_bytes(tmp_path) > before
     store.rollback()
     assert payload_bytes(tmp_path) == before
     store.begin(sync=True)

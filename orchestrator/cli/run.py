@@ -8,9 +8,10 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from orchestrator.config import Config, find_warnings, load_config
+from orchestrator.errors import JournalError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -90,24 +91,38 @@ async def _run(config: Config, *, fresh: bool) -> int:
 
     console, display = _console(config)
     if display:
-        log_path = config.run_dir / "logs" / "orchestrator.log"
-        log_path.parent.mkdir(parents=True, exist_ok=True)
-        stream = log_path.open("a", encoding="utf-8", buffering=1)
+        stream = _open_log(config.run_dir)
         configure_logging(config.log.level, "json", stream=stream)
-        console.print(f"starting {config.run_dir} (log: {log_path})", soft_wrap=True)
+        console.print(f"starting {config.run_dir} (log: {stream.name})", soft_wrap=True)
     else:
         configure_logging(config.log.level, config.log.format)
     log = structlog.get_logger()
     for path, warning in find_warnings(config.model_dump()):
         log.warning("config.warning", path=path, warning=warning)
     signals = Signals()
-    async with start_service(config, fresh=fresh) as service:
-        signals.attach(service)
-        beside = [show_progress(service.run.status, console)] if display else []
-        end = await service.serve(*beside)
-        summary = await service.finish(end)
+    try:
+        async with start_service(config, fresh=fresh) as service:
+            signals.attach(service)
+            beside = [show_progress(service.run.status, console)] if display else []
+            end = await service.serve(*beside)
+            summary = await service.finish(end)
+    except asyncio.CancelledError:
+        # A signal during the start cancels this task; what had started has been stopped on the way here.
+        if signals.exit_code:
+            return signals.exit_code
+        raise
     print_summary(summary, console)
     return signals.exit_code
+
+
+def _open_log(run_dir: Path) -> TextIO:
+    """Where the log goes while the terminal shows the progress display."""
+    path = run_dir / "logs" / "orchestrator.log"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path.open("a", encoding="utf-8", buffering=1)
+    except OSError as error:
+        raise JournalError(f"{run_dir}: the run directory cannot be written: {error.strerror}") from None
 
 
 def _console(config: Config) -> "tuple[Console, bool]":

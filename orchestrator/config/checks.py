@@ -133,6 +133,11 @@ def _ranks(data: Mapping[str, Any]) -> Iterator[Problem]:
     size, world_size = batch.get("size", 256), _table(data, "trainer").get("world_size", 1)
     if not isinstance(size, int) or not isinstance(world_size, int) or world_size < 1:
         return
+    if world_size > 1 and "local" in data and _table(data, "local").get("trainer", True):
+        yield (
+            "trainer.world_size",
+            "the reference trainer of [local] is a single rank; set it to 1, or local.trainer = false",
+        )
     if batch.get("unit", "sequences") == "sequences" and size % world_size:
         yield "trainer.world_size", f"a batch of {size} cannot be shared equally by {world_size} ranks"
 

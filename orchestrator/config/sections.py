@@ -49,7 +49,7 @@ class InferenceConfig(Section):
 class LocalConfig(Section):
     """Run a small policy server and the reference trainer beside the orchestrator; no GPU needed."""
 
-    learning_rate: Annotated[float, Field(ge=0)] = 1.0
+    learning_rate: Annotated[float, Field(ge=0)] = 2.5
     """Step size of the reference trainer; 0 learns nothing."""
     latency_s: Annotated[float, Field(ge=0)] = 0.0
     """Time added to every completion of the policy server."""
