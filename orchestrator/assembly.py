@@ -106,7 +106,8 @@ class Assembly:
         if pending.version < self._staleness.oldest_allowed(self._staleness.formed + 1):
             self._reject(pending, "stale", now)
             return
-        group = build_group(pending, rewards, self._advantage(rewards), version_end=self._staleness.serving)
+        version_end = max(pending.version_end, self._staleness.serving)
+        group = build_group(pending, rewards, self._advantage(rewards), version_end=version_end)
         if self._size(group) > self._batch_size:
             self._reject(pending, "oversize", now)
             return

@@ -193,8 +193,11 @@ def build_pool(
         version=version,
         weights_path=weights_path,
         check_weights=inference.check_weights and config.local is None,
-        health=HealthPolicy(interval_s=inference.health_interval_s),
+        health=HealthPolicy(
+            interval_s=inference.health_interval_s, progress_timeout_s=inference.progress_timeout_s
+        ),
         update_timeout_s=inference.update_timeout_s,
+        straggler_grace_s=inference.straggler_grace_s,
     )
 
 

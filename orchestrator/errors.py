@@ -9,6 +9,7 @@ OrchestratorError
 ├── RolloutError           becomes an outcome, never fatal
 ├── JournalError           the run directory cannot be written or is in use, exit 6
 ├── StalledError           nothing that could be trained on came out for too long, exit 7
+├── InferenceError         the inference servers cannot be used, exit 8 (in `orchestrator.inference`)
 └── TrainerLinkError       exit 5
 
 A message names the object, what happened and the remedy. A user's mistake prints one line.

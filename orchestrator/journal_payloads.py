@@ -19,10 +19,10 @@ import numpy as np
 
 from orchestrator.group import Group, TrainTask
 
-SEGMENT_BYTES = 64 * 1024 * 1024
+SEGMENT_BYTES = 32 * 1024 * 1024
 _IOV_MAX = 1024
 
-_SPARE_SEGMENTS = 2
+_SPARE_SEGMENTS = 4
 """Segments kept for overwriting: writing into pages that exist costs a third of making new ones."""
 
 RAW, ZLIB = 0, 1

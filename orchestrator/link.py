@@ -206,7 +206,15 @@ class Link:
         self.inflight = 0
         for request, on_done in pending.values():
             if on_done is not None:
-                on_done(request, failure)
+                self._tell(on_done, request, failure)
+
+    def _tell(self, on_done: OnDone, request: RunRequest, outcome: RunOutcome) -> None:
+        try:
+            on_done(request, outcome)
+        # The caller's code: its bug must not keep other requests from ending, nor the link from closing.
+        except Exception as error:
+            message = f"on_done of a request to {self.server} raised"
+            self._loop.call_exception_handler({"message": message, "exception": error})
 
     def _send(self, header: bytes) -> bool:
         if self._socket.closed:
@@ -254,7 +262,7 @@ class Link:
             outcome = RunFailure(
                 "malformed_result", f"asked for {request.count} rollouts, got {rollouts}", retryable=False
             )
-        on_done(request, outcome)
+        self._tell(on_done, request, outcome)
         self._listener.on_credit(self, told=True)
 
     def _on_malformed(self, error: wire.WireError) -> None:

@@ -84,7 +84,7 @@ def print_summary(summary: dict[str, Any], console: Console) -> None:
         table.add_column(heading, justify="left" if heading == "env" else "right")
     for name, env in summary["envs"].items():
         table.add_row(
-            name,
+            Text(name),
             _number(env["first_reward"]),
             _number(env["last_reward"]),
             f"{env['actual_share']:.1%}",
@@ -105,7 +105,7 @@ def print_summary(summary: dict[str, Any], console: Console) -> None:
         f"{n} {outcome.replace('_', ' ')}" for outcome, n in summary["outcomes"].items() if n
     )
     console.print(f"{summary['steps']} steps in {summary['wall_time_s']:.1f} s; rollouts: {outcomes}")
-    console.print(f"run directory: {summary['run_dir']}", soft_wrap=True)
+    console.print(Text(f"run directory: {summary['run_dir']}"), soft_wrap=True)
 
 
 def _number(value: float | None) -> str:

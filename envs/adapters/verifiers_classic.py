@@ -130,10 +130,12 @@ class ClassicEnvironment(Environment):
         watch(self._env.rubric, is_group=_is_group_reward)
 
     async def setup(self) -> None:
-        # The library sends every reply, and many environments their tools, through the loop's threads.
-        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_THREADS))
+        # Sizes the pools that environments registered; the library does it in its own server.
         if hasattr(self._env, "set_concurrency"):
             self._env.set_concurrency(_THREADS)
+        # Every reply, and many an environment's tools, go through the loop's threads. The library's own pool
+        # for them is one per process and would end with the first loop that used it.
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_THREADS))
 
     @property
     def group_scored(self) -> bool:

@@ -38,8 +38,12 @@ class InferenceConfig(Section):
     """Name of the environment variable that holds the API key."""
     ready_timeout_s: Seconds = 600
     """How long to wait for the servers before giving up."""
-    health_interval_s: Seconds = 5
-    """Time between health checks of an endpoint."""
+    health_interval_s: Seconds = 2
+    """Time between health checks of an endpoint, and between looks at its metrics."""
+    progress_timeout_s: Seconds = 120
+    """Time without a token, with rollouts in flight, before an endpoint is probed."""
+    straggler_grace_s: Seconds = 30
+    """How long a weight update waits for the last servers once half of them are done."""
     check_weights: bool = True
     """Whether a published path is looked at before engines are told; false where only the engines see it."""
     update_timeout_s: Seconds = 300

@@ -136,6 +136,8 @@ class Driver:
             self.core.fail(attempt, outcome.kind, retryable=outcome.retryable, lost=outcome.lost, now=now)
         else:
             self._pool.note_success(attempt.endpoint)
+            group = attempt.group
+            group.version_end = max(group.version_end, attempt.endpoint.version_newest)
             self.core.finish(attempt, outcome, now)
         attempt.request = None
         try:

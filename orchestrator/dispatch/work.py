@@ -40,7 +40,8 @@ class Verdict(StrEnum):
 
 @dataclass(slots=True, eq=False)
 class PendingGroup:
-    """A group being assembled. `version` is the policy version at its first dispatch."""
+    """A group being assembled. `version` is the policy version at its first dispatch, `version_end` the newest that
+    any of its endpoints had when a result came from it."""
 
     task: TrainTask
     lane: Lane
@@ -49,6 +50,7 @@ class PendingGroup:
     group_scored: bool
     version: int
     opened: float
+    version_end: int = 0
     extra: int = 0
     endpoint: Any = None
     results: list[RunData] = field(default_factory=list)

@@ -96,7 +96,7 @@ class TrainerRecord:
     @property
     def oldest(self) -> int:
         """The largest age, in versions, of any sequence that was given."""
-        return max(line["oldest"] for line in self.batches.values())
+        return max(int(line["oldest"]) for line in self.batches.values())
 
     def groups(self) -> Counter[str]:
         """The groups that were given to any rank, each with the number of steps it was in."""

@@ -23,6 +23,7 @@ import pytest
 from envs.server import ServerSpec
 from orchestrator.journal import JournalReader, Recovered
 from orchestrator.local.server import run_policy_server
+from orchestrator.mix import build_mix
 from orchestrator.processes import ChildProcess
 from orchestrator.source import SourceEnv, TrainSource
 from tests.integration.env_servers import ROOT, until
@@ -171,8 +172,7 @@ class World:
         assert counts["finished"] + ended_without == len(resolved), "a position was resolved twice, or never"
         if name != "flaky":
             assert ended_without == 0
-        source = TrainSource([SourceEnv(name, "train", TASKS)], mix=_OneEnv(name), seed=SEED)
-        expected = [source.next_task().index for _ in range(max(resolved) + 1)]
+        expected = task_indices(name, max(resolved) + 1)
         if not evicted:
             missing = set(resolved) - grouped
             unanswered = {position for position in missing if expected[position] % 5 == 0}
@@ -184,31 +184,19 @@ class World:
 
     def _check_indices(self, record: TrainerRecord) -> None:
         """The tokens that were trained on are of the task that the group's name stands for."""
-        sources = {
-            name: TrainSource([SourceEnv(name, "train", TASKS)], mix=_OneEnv(name), seed=SEED)
-            for name in ("ranked", "flaky")
-        }
-        expected = {
-            name: [source.next_task().index for _ in range(20 * TASKS)] for name, source in sources.items()
-        }
+        expected = {name: task_indices(name, 50 * TASKS) for name in ("ranked", "flaky")}
         for line in record.batches.values():
             for group, index in line["indices"].items():
                 name, _, position = group.split("/")
-                if name in expected and int(position) < len(expected[name]):
+                if name in expected:
                     assert index == expected[name][int(position)], group
 
 
-class _OneEnv:
-    """A mix of one env."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def pick(self, eligible: object = None) -> str:
-        return self._name
-
-    def try_pick(self, eligible: object = None) -> str:
-        return self._name
+def task_indices(name: str, count: int) -> list[int]:
+    """The tasks that an env's first positions stand for."""
+    mix = build_mix("weighted_round_robin", [name], [1.0], rng=random.Random(0))
+    source = TrainSource([SourceEnv(name, "train", TASKS)], mix=mix, seed=SEED)
+    return [source.next_task().index for _ in range(count)]
 
 
 @asynccontextmanager
@@ -271,13 +259,16 @@ async def test_a_trainer_killed_beside_its_acknowledgement_gets_what_it_needs(
     tmp_path: Path, die: str
 ) -> None:
     """Killed before: the same bytes again. Killed after: the next step. The other rank notices nothing."""
-    async with world(tmp_path) as one, await one.start() as command:
-        async with await TrainerProcess.start(one.trainer(1)):
-            async with await TrainerProcess.start(one.trainer(0, die_at=4, die=die)) as mortal:
-                assert await mortal.process.wait() == -signal.SIGKILL
-            async with await TrainerProcess.start(one.trainer(0)):
-                await one.trained(command, 8)
-                await one.end(command)
+    async with (
+        world(tmp_path) as one,
+        await one.start() as command,
+        await TrainerProcess.start(one.trainer(1)),
+    ):
+        async with await TrainerProcess.start(one.trainer(0, die_at=4, die=die)) as mortal:
+            assert await mortal.process.wait() == -signal.SIGKILL
+        async with await TrainerProcess.start(one.trainer(0)):
+            await one.trained(command, 8)
+            await one.end(command)
     record = one.prove()
     assert record.served[4, 0] == (2 if die == "before_ack" else 1)
     assert all(times == 1 for key, times in record.served.items() if key != (4, 0))

@@ -183,13 +183,7 @@ async def test_a_full_disk_ends_the_run_and_loses_nothing_that_was_recorded(
 ) -> None:
     """Exit code 6 when a file cannot grow any more; with room again the run continues without a gap."""
     record = tmp_path / "rank-0.jsonl"
-    config = config_file(
-        tmp_path,
-        policy,
-        env("Dice"),
-        trainer={"bind": f"ipc://{tmp_path}/trainer"},
-        log={"level": "info", "format": "json"},
-    )
+    config = config_file(tmp_path, policy, env("Dice"), trainer={"bind": f"ipc://{tmp_path}/trainer"})
     spec = TrainerSpec(f"ipc://{tmp_path}/trainer", str(record))
     async with await TrainerProcess.start(spec):
         async with await Command.start("run", config, logs=tmp_path / "logs") as command:
@@ -199,8 +193,7 @@ async def test_a_full_disk_ends_the_run_and_loses_nothing_that_was_recorded(
             # The kernel refuses to let any file of the process grow beyond this, as a full disk would.
             resource.prlimit(command.process.pid, resource.RLIMIT_FSIZE, (400_000, 400_000))
             assert await command.wait() == 6, command.errors()[-3000:]
-            said = command.errors().partition("orchestrator: ")[2]
-            assert str(tmp_path / "run") in said
+            assert "orchestrator: the journal cannot be written: " in command.errors()
             assert "Traceback" not in command.errors()
             assert not command.processes()
         before = read_records([record]).last_step

@@ -60,8 +60,8 @@ async def test_killing_the_orchestrator_leaves_no_process_behind(tmp_path: Path)
     command = await Command.start("run", QUICKSTART, "--run_dir", tmp_path / "run", logs=tmp_path / "logs")
     async with command:
         await command.wait_event("batch.formed", 3)
-        # Three env servers, the policy server, the trainer, and the orchestrator itself.
-        assert len(command.processes()) == 6
+        # Three env servers, the policy server, the trainer, and the orchestrator itself, at least.
+        assert len(command.processes()) >= 6
         command.send(signal.SIGKILL)
         await command.wait()
         await until(lambda: not command.processes())
