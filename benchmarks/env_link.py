@@ -197,7 +197,7 @@ class InstantEndpoint(asyncio.Protocol):
     )
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)
+        self._transport = cast("asyncio.Transport", transport)
         self._received = b""
 
     def data_received(self, data: bytes) -> None:

@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 
 import zmq
 
+_NOBLOCK = int(zmq.NOBLOCK)
+
 PER_TURN = 64
 """Messages handled in one turn of the loop: some 2 ms of work."""
 
@@ -40,9 +42,9 @@ class DrainedSocket:
     def send(self, frames: Sequence[bytes]) -> None:
         """Send without waiting; zmq.Again when the peer takes nothing more."""
         if len(frames) == 1:
-            self._socket.send(frames[0], zmq.NOBLOCK)
+            self._socket.send(frames[0], _NOBLOCK)
         else:
-            self._socket.send_multipart(frames, zmq.NOBLOCK)
+            self._socket.send_multipart(frames, _NOBLOCK)
         if not self._look_scheduled:
             self._look_again()
 
@@ -64,17 +66,22 @@ class DrainedSocket:
 
     def _drain(self) -> None:
         """Handle what has arrived; a callback may close the socket, so that is looked at each time."""
-        receive = self._socket.recv_multipart
+        receive = self._socket.recv
         emptied = False
         try:
             for _ in range(self._per_turn):
                 if self.closed:
                     return
                 try:
-                    frames = receive(zmq.NOBLOCK)
+                    frame = receive(_NOBLOCK, copy=False)
                 except zmq.Again:
                     emptied = True
                     return
+                # What recv_multipart does, for two thirds of its price: a frame knows whether one follows.
+                frames = [frame.bytes]
+                while frame.more:
+                    frame = receive(_NOBLOCK, copy=False)
+                    frames.append(frame.bytes)
                 self._on_message(frames)
         finally:
             # Also on an error in the callback: the messages behind it must not wait for the next edge.

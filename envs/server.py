@@ -68,6 +68,10 @@ class ServerSpec(msgspec.Struct, frozen=True, kw_only=True):
     log_format: LogFormat = "json"
     parent_pid: int = 0
 
+    def __repr__(self) -> str:
+        """Without keys and arguments, which may be secret."""
+        return f"ServerSpec(name={self.name!r}, id={self.id!r}, bind={self.bind!r})"
+
     @property
     def keys(self) -> ServerKeys | None:
         if not self.curve_secret:

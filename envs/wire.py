@@ -11,7 +11,6 @@ is a `WireError` for the caller to count; no other exception leaves a decoder. d
 import math
 import sys
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -197,9 +196,8 @@ ToServer = Hello | Run | Cancel | Ping | Drain | Bye
 ToClient = Welcome | Ready | Refused | Expired | Result | Failure | Pong | Drained
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ResultArrays:
-    """A decoded result; the arrays are read-only views on the received frames."""
+class ResultArrays(msgspec.Struct, frozen=True, eq=False):
+    """A decoded result; the arrays are read-only views on the received frames, over all sequences in order."""
 
     id: int
     rollouts: list[RolloutHeader]
@@ -353,7 +351,7 @@ def _with_arrays(result: Result, frames: Seq[bytes]) -> ResultArrays:
             run_id=result.id,
         )
     floats = np.frombuffer(logprobs, _FLOAT32)
-    if not np.isfinite(floats).all():
+    if not np.logical_and.reduce(np.isfinite(floats)):
         raise WireError("log-probabilities contain NaN or infinity", run_id=result.id)
     return ResultArrays(
         result.id,

@@ -201,7 +201,13 @@ def build_pool(
     )
 
 
-def build_buffer(config: Config, targets: dict[str, float], envs: TrainEnvs) -> BatchBuffer[Group]:
+def build_buffer(
+    config: Config,
+    targets: dict[str, float],
+    envs: TrainEnvs,
+    *,
+    split: Callable[[Group, int], tuple[Group, Group]],
+) -> BatchBuffer[Group]:
     """The queue of finished groups."""
     batch = config.batch
     minimums = {
@@ -219,7 +225,7 @@ def build_buffer(config: Config, targets: dict[str, float], envs: TrainEnvs) -> 
         on_starved=batch.on_starved,
         on_stuck=batch.on_stuck,
         stuck_after_s=batch.stuck_after_s,
-        split=Group.split if batch.on_stuck == "split" else None,
+        split=split if batch.on_stuck == "split" else None,
         max_sequences=int(batch.max_buffered * batch.size) if batch.unit == "sequences" else None,
         # Paced work is trained in the order of its age, so that none of it is left behind.
         order="version" if paced else "arrival",

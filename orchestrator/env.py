@@ -56,6 +56,8 @@ class Env:
         """Called when room appears, or goes, other than by a request's end: a server became ready or was lost,
         a cancelled run stopped."""
         self._slots: list[ServerSlot] = []
+        self._links: list[Link] = []
+        self._group_scored = False
         self._launcher: ServerLauncher | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._waiting: list[asyncio.Future[None]] = []
@@ -77,22 +79,22 @@ class Env:
     @property
     def free(self) -> int:
         """Rollouts for which ready servers have room."""
-        return sum(link.free for link in self._links())
+        return sum(link.free for link in self._links)
 
     @property
     def inflight(self) -> int:
         """Rollouts in flight."""
-        return sum(link.inflight for link in self._links())
+        return sum(link.inflight for link in self._links)
 
     @property
     def available(self) -> bool:
         """Whether any server is ready."""
-        return any(link.state is LinkState.READY for link in self._links())
+        return any(link.state is LinkState.READY for link in self._links)
 
     @property
     def ready_servers(self) -> int:
         """Servers that take requests now."""
-        return sum(link.state == "ready" for link in self._links())
+        return sum(link.state == "ready" for link in self._links)
 
     @property
     def restarts(self) -> int:
@@ -113,7 +115,7 @@ class Env:
         if self._slots:
             raise EnvError(self.name, "spawn() was called already")
         self._context = zmq.Context()
-        self._launcher = ServerLauncher(self.spec, self._context)
+        self._launcher = ServerLauncher(self.spec, self._context, self._waiting)
         count = len(self.spec.addresses) or self.spec.workers
         self._slots = [self._slot(self._launcher, number) for number in range(count)]
         for slot in self._slots:
@@ -133,7 +135,7 @@ class Env:
 
     async def drain(self) -> None:
         """Have every server finish what runs and accept nothing new."""
-        await side_by_side(link.drain() for link in list(self._links()))
+        await side_by_side(link.drain() for link in self._links)
 
     async def shutdown(self, *, grace_s: float = STOP_GRACE_S) -> None:
         """End every server, side by side, within the grace and a bounded wait; safe to call at any time."""
@@ -162,7 +164,7 @@ class Env:
 
     def has_room(self, count: int) -> bool:
         """Whether one server has room for a run of `count` rollouts."""
-        return any(link.has_room(count) for link in self._links())
+        return any(link.has_room(count) for link in self._links)
 
     def submit(self, request: RunRequest, on_done: OnDone) -> None:
         """Send a request to the least loaded server with room; NoRoomError when there is none.
@@ -171,12 +173,14 @@ class Env:
         unless the request is cancelled first. By then its room is free again.
         """
         best: Link | None = None
-        for link in self._links():
-            if link.has_room(request.count) and (best is None or link.inflight < best.inflight):
+        count = request.count
+        for link in self._links:
+            if link.has_room(count) and (best is None or link.inflight < best.inflight):
                 best = link
         if best is None:
-            raise NoRoomError(self.name, f"no server has room for {request.count} rollouts")
-        request.group = request.group or self.group_scored
+            raise NoRoomError(self.name, f"no server has room for {count} rollouts")
+        if self._group_scored:
+            request.group = True
         best.submit(request, on_done)
 
     def cancel(self, request: RunRequest) -> bool:
@@ -216,9 +220,13 @@ class Env:
 
     def _on_credit(self, told: bool) -> None:
         """Room or readiness changed; `told` when a request's `on_done` has just said so."""
+        if not told:
+            self._links = [slot.link for slot in self._slots if slot.link is not None]
+            self._group_scored = self._launcher is not None and self._launcher.declared_group_scored
         if self._waiting:
             # All may look: the one with the smallest request need not be the first.
-            waiting, self._waiting = self._waiting, []
+            waiting = self._waiting.copy()
+            self._waiting.clear()
             for waiter in waiting:
                 if not waiter.done():
                     waiter.set_result(None)
@@ -230,12 +238,6 @@ class Env:
         if self._launcher is None:
             raise EnvError(self.name, "not connected yet: what it is, its servers declare")
         return self._launcher.ready
-
-    def _links(self) -> Iterator[Link]:
-        for slot in self._slots:
-            link = slot.link
-            if link is not None:
-                yield link
 
     def _slot(self, launcher: ServerLauncher, number: int) -> ServerSlot:
         return ServerSlot(

@@ -153,6 +153,12 @@ class Journal:
         """A recorded group will not be trained on; its task stays resolved."""
         self._writer.add(lambda store: store.evict_group(group.id, group.env, reason), _ROW_BYTES)
 
+    def split_group(self, group: Group, n: int) -> tuple[Group, Group]:
+        """Split a recorded group into its first `n` sequences and the rest; all of it is in one commit."""
+        first, rest = group.split(n)
+        self._writer.add(lambda store: store.split_group(group, (first, rest)), group.tokens.nbytes * 3)
+        return first, rest
+
     def record_batch(self, batch: Batch, on_durable: Callable[[], None]) -> None:
         """Recorded groups form a batch; `on_durable` runs on the event loop once that is on disk."""
         self._writer.add(lambda store: store.add_batch(batch), _ROW_BYTES * len(batch.groups), on_durable)

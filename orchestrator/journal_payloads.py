@@ -70,6 +70,7 @@ def group_from(
     sequences: int,
     tokens: int,
     transcript_bytes: int,
+    part: int = 0,
 ) -> Group:
     """The group whose payload this is; its arrays are views on it."""
     starts, position = [], 0
@@ -88,6 +89,7 @@ def group_from(
         logprobs=np.frombuffer(payload, "<f4", tokens, starts[4]),
         mask=np.frombuffer(payload, "u1", tokens, starts[5]),
         transcript=bytes(memoryview(payload)[position : position + transcript_bytes]),
+        part=part,
     )
 
 

@@ -62,10 +62,11 @@ class GroupRow:
     finished_at: float
     step: int | None
     transcript_bytes: int
+    part: int
 
     COLUMNS: ClassVar[str] = (
         "env, split, task_index, epoch, position, segment, offset, bytes, codec, checksum, seq, version, version_end,"
-        " rollouts, sequences, tokens, reward, finished_at, step, transcript_bytes"
+        " rollouts, sequences, tokens, reward, finished_at, step, transcript_bytes, part"
     )
 
     @classmethod
@@ -174,6 +175,7 @@ class JournalReader:
             sequences=row.sequences,
             tokens=row.tokens,
             transcript_bytes=row.transcript_bytes,
+            part=row.part,
         )
 
     def groups(self, *, env: str | None = None, step: int | None = None) -> Iterator[Group]:

@@ -35,6 +35,7 @@ CREATE TABLE groups (
     env TEXT NOT NULL,
     split TEXT NOT NULL,
     position INTEGER NOT NULL,
+    part INTEGER NOT NULL,
     task_index INTEGER NOT NULL,
     epoch INTEGER NOT NULL,
     version INTEGER NOT NULL,

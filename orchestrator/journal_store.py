@@ -28,7 +28,7 @@ from orchestrator.journal_payloads import (
 from orchestrator.journal_schema import DATABASE, DIRECTORY, PAYLOADS, open_for_writing
 
 _GROUP_COLUMNS = (
-    "id, env, split, position, task_index, epoch, version, version_end, rollouts, sequences, tokens, reward,"
+    "id, env, split, position, part, task_index, epoch, version, version_end, rollouts, sequences, tokens, reward,"
     " finished_at, segment, offset, bytes, transcript_bytes, codec, checksum"
 )
 
@@ -93,6 +93,7 @@ class JournalStore:
                 task.env,
                 task.split,
                 task.position,
+                group.part,
                 task.index,
                 task.epoch,
                 group.version,
@@ -124,6 +125,18 @@ class JournalStore:
         ).fetchall():
             self._changed[segment] -= size
             self._counted[env, f"evicted: {reason}"] += 1
+
+    def split_group(self, whole: Group, parts: Collection[Group]) -> None:
+        """Put the parts of a queued group in its place; one of them has its id."""
+        self._insert_new()
+        for segment, size in self._connection.execute(
+            "DELETE FROM groups WHERE id = ? AND step IS NULL RETURNING segment, bytes", (whole.id,)
+        ).fetchall():
+            self._changed[segment] -= size
+        for part in parts:
+            self.add_group(part)
+        self._counted[whole.env, "finished"] -= len(parts)
+        self._counted[whole.env, "split"] += 1
 
     def forget_damaged(self, group_ids: Collection[str]) -> None:
         """Delete groups whose payload a power cut took, so that their tasks count as not done."""

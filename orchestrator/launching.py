@@ -14,7 +14,7 @@ import secrets
 import shutil
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sized
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -51,7 +51,7 @@ class EnvSpec:
     id: str
     split: str = "train"
     train: bool = True
-    args: Mapping[str, Any] = field(default_factory=dict)
+    args: Mapping[str, Any] = field(default_factory=dict, repr=False)
     model: str = "local"
     sampling: Mapping[str, Any] = field(default_factory=dict)
     system_prompt: str | None = None
@@ -76,8 +76,9 @@ class EnvSpec:
 class ServerLauncher:
     """Starts and reaches the servers of one environment, and holds them to one declaration."""
 
-    def __init__(self, spec: EnvSpec, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    def __init__(self, spec: EnvSpec, context: zmq.Context[zmq.Socket[bytes]], waiting: Sized) -> None:
         self._spec = spec
+        self._waiting = waiting
         self._context = context
         self._first: tuple[str, wire.Ready] | None = None
         self._directory: PrivateDirectory | None = None
@@ -115,6 +116,11 @@ class ServerLauncher:
         if self._first is None:
             raise EnvError(self._spec.name, "not connected yet: what it is, its servers declare")
         return self._first[1]
+
+    @property
+    def declared_group_scored(self) -> bool:
+        """Whether a server has declared that it scores whole groups."""
+        return self._first is not None and self._first[1].group_scored
 
     def close(self) -> None:
         """Remove the private directory."""
@@ -178,6 +184,7 @@ class ServerLauncher:
             keys=self._spec.keys,
             ping_interval_s=self._spec.ping_interval_s,
             silence_timeout_s=self._spec.silence_timeout_s,
+            waiting=self._waiting,
         )
 
     def check_ready(self, server: str, ready: wire.Ready) -> None:

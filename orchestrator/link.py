@@ -11,6 +11,7 @@ import asyncio
 import itertools
 import sys
 import time
+from collections.abc import Sized
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
@@ -50,7 +51,10 @@ class LinkListener(Protocol):
     def on_lost(self, link: "Link", reason: str) -> None: ...
 
     def on_credit(self, link: "Link", *, told: bool) -> None:
-        """Room came back; `told` when the `on_done` of a request has just been called for it."""
+        """Room came back; `told` when the `on_done` of a request has just been called for it.
+
+        Then this is called only if somebody waits for room.
+        """
 
 
 @dataclass(slots=True)
@@ -76,6 +80,7 @@ class Link:
         keys: ClientKeys | None = None,
         ping_interval_s: float = 1.0,
         silence_timeout_s: float = 30.0,
+        waiting: Sized = (),
     ) -> None:
         self.env = env
         self.server = server
@@ -89,6 +94,7 @@ class Link:
         self.handshake_error = ""
         self._hello = wire.encode(hello)
         self._listener = listener
+        self._waiting = waiting
         self._loop = asyncio.get_running_loop()
         self._pending: dict[int, tuple[RunRequest, OnDone | None]] = {}
         self._ids = itertools.count()
@@ -232,14 +238,8 @@ class Link:
         except wire.WireError as error:
             self._on_malformed(error)
             return
-        if isinstance(message, wire.ResultArrays):
-            self._finish(
-                message.id,
-                RunResult(
-                    message.rollouts, message.tokens, message.mask, message.logprobs, message.transcript
-                ),
-                len(message.rollouts),
-            )
+        if isinstance(message, RunResult):
+            self._finish(message.id, message, len(message.rollouts))
         elif isinstance(message, wire.Failure):
             failure = RunFailure(message.kind, message.message, message.retryable, detail=message.detail)
             self._finish(message.id, failure)
@@ -263,7 +263,8 @@ class Link:
                 "malformed_result", f"asked for {request.count} rollouts, got {rollouts}", retryable=False
             )
         self._tell(on_done, request, outcome)
-        self._listener.on_credit(self, told=True)
+        if self._waiting:
+            self._listener.on_credit(self, told=True)
 
     def _on_malformed(self, error: wire.WireError) -> None:
         self.counts.malformed += 1

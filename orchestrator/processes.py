@@ -10,6 +10,7 @@ Must be used from the main thread: the parent-death signal follows the thread th
 
 import asyncio
 import contextlib
+import fcntl
 import os
 import signal
 import subprocess
@@ -25,6 +26,7 @@ log = structlog.get_logger()
 KILL_WAIT_S = 10.0
 """How long the kernel may take to end a process after SIGKILL."""
 
+_PIPE_BYTES = 64 * 1024
 _TAIL_BYTES = 16 * 1024
 _LOG_BYTES = 64 * 1024 * 1024
 
@@ -102,6 +104,9 @@ class ChildProcess:
     def _write(self, line: bytes) -> None:
         """Hand over the instructions; a child that died already is reported by its exit."""
         assert self._popen.stdin is not None
+        with contextlib.suppress(AttributeError, OSError):
+            # So that the whole line fits and nobody waits for the child to read it; Linux only, 1 MB at most.
+            fcntl.fcntl(self._popen.stdin, fcntl.F_SETPIPE_SZ, max(len(line), _PIPE_BYTES))
         with contextlib.suppress(BrokenPipeError):
             self._popen.stdin.write(line)
             self._popen.stdin.flush()

@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -268,6 +268,13 @@ class Run:
             self.ledger.load_state_dict(state["ledger"])
         if "evals" in state:
             self.evals.load_state_dict(state["evals"])
+
+    def restore_evals(self, results: Iterable[Mapping[str, Any]]) -> None:
+        """Results of earlier processes of this run; the file is written anew, so that it says what the journal says."""
+        self.evals.results = [{key: row[key] for key in row if key != "at"} for row in results]
+        lines = [json.dumps(result) + "\n" for result in self.evals.results]
+        if lines or self._evals_file.exists():
+            self._evals_file.write_text("".join(lines), encoding="utf-8")
 
     def status(self) -> Status:
         """The run at this moment."""

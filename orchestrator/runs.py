@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from envs import wire
-from envs.rollout import Float32s, Int32s, Uint8s
 
 
 class Canceller(Protocol):
@@ -31,15 +30,8 @@ class RunRequest:
     link: "Canceller | None" = field(default=None, init=False, repr=False)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RunResult:
-    """What a run yielded; the arrays are read-only views on the received frames, over all sequences in order."""
-
-    rollouts: list[wire.RolloutHeader]
-    tokens: Int32s
-    mask: Uint8s
-    logprobs: Float32s
-    transcript: bytes
+RunResult = wire.ResultArrays
+"""What a run yielded: `rollouts` (their headers), `tokens`, `mask`, `logprobs` over all sequences in order, `transcript`."""
 
 
 @dataclass(frozen=True, slots=True)

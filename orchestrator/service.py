@@ -36,7 +36,7 @@ from orchestrator.group import Batch
 from orchestrator.health import Watchdog
 from orchestrator.http import build_app, serve_http
 from orchestrator.inference import InferencePool
-from orchestrator.journal import Journal, Recovered
+from orchestrator.journal import Journal, JournalReader, Recovered
 from orchestrator.local.children import LocalChildren
 from orchestrator.metrics import render_metrics
 from orchestrator.mix import build_mix
@@ -305,7 +305,7 @@ def _build_run(
         train=train,
         pool=pool,
         journal=journal,
-        buffer=blueprint.build_buffer(config, targets, train),
+        buffer=blueprint.build_buffer(config, targets, train, split=journal.split_group),
         staleness=staleness,
         ledger=ledger,
         mix=mix,
@@ -380,6 +380,8 @@ def _restore(run: Run, *, source: TrainSource, recovered: Recovered, weights: di
     trained = max(recovered.last_acknowledged, min(weights["trained"], recovered.last_step))
     run.staleness.load_state_dict(weights, formed=recovered.last_step, trained=trained)
     run.weights_path = weights["path"]
+    with JournalReader(run.run_dir) as reader:
+        run.restore_evals(reader.evals())
     if recovered.empty:
         return
     run.restore(recovered.state)

@@ -325,3 +325,18 @@ def test_a_directory_without_a_journal_is_an_error_for_the_reader(tmp_path: Path
     """`report` on a wrong directory says so."""
     with pytest.raises(JournalError, match="there is no journal here"):
         JournalReader(tmp_path)
+
+
+async def test_the_parts_of_a_split_group_take_its_place(tmp_path: Path) -> None:
+    """One part goes into a batch, the rest stays queued; nothing is lost or doubled by a restart in between."""
+    whole = make_group(0, size=4)
+    async with opened(tmp_path) as journal:
+        journal.record_group(whole)
+        first, rest = journal.split_group(whole, 3)
+        await record_durably(journal, Batch(1, 0, (first,)))
+    again = await recovered(tmp_path)
+    assert [facts(group) for group in again.batches[0].groups] == [facts(first)]
+    assert [group.id for group in again.groups] == [rest.id] == [f"{whole.id}+1"]
+    assert [facts(group) for group in again.groups] == [facts(rest)]
+    assert again.resolved == {"math": (0, [0])}
+    assert again.counters["math"]["finished"] == 1

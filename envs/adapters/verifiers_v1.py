@@ -15,21 +15,16 @@ import re
 import shutil
 import sys
 import threading
-from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
 import structlog
 import verifiers.v1 as vf  # type: ignore[import-not-found]  # only in a virtualenv of its own
-from verifiers.v1.clients.client import RelayReply  # type: ignore[import-not-found]  # as above
-from verifiers.v1.dialects import ChatDialect  # type: ignore[import-not-found]  # as above
-from verifiers.v1.interception import Interception  # type: ignore[import-not-found]  # as above
 from verifiers.v1.runtimes import runtime_is_local  # type: ignore[import-not-found]  # as above
 
-from envs.adapters.policy import base_url, completion, sibling, turn_options
+from envs.adapters.verifiers_v1_seats import Attempt, PolicyInterception, client_config, current_attempt
 from envs.environment import Environment, Task, Tasks
 from envs.errors import EnvironmentLoadError, RolloutFailure
 from envs.model import Model
@@ -39,89 +34,6 @@ log = structlog.get_logger()
 
 _RETRYABLE = frozenset({"SandboxError", "InterceptionError", "TunnelError"})
 _ENDLESS_TASKS = 10_000
-
-
-@dataclass(slots=True)
-class Seat:
-    """One trace's policy, and the failure of its model that the trace only knows as text."""
-
-    model: Model
-    failure: RolloutFailure | None = None
-
-
-@dataclass(slots=True)
-class Attempt:
-    """One rollout: the model it was given, and a seat per trace that asks it."""
-
-    model: Model
-    seats: dict[str, Seat] = field(default_factory=dict)
-
-
-_attempt: ContextVar[Attempt] = ContextVar("attempt")
-
-
-class SeatClient(vf.Client):  # type: ignore[misc]  # the library has no types for us
-    """The library's client, answered by a seat's `Model`."""
-
-    def __init__(self, seat: Seat) -> None:
-        self._seat = seat
-
-    async def get_response(self, dialect: Any, body: dict[str, Any], *_: Any, **__: Any) -> Any:
-        seat = self._seat
-        try:
-            if not isinstance(dialect, ChatDialect):
-                raise RolloutFailure(
-                    "unsupported_api",
-                    f"the harness speaks {type(dialect).__name__}; the policy is asked by chat completions",
-                    retryable=False,
-                )
-            reply = await seat.model.chat(
-                body["messages"], tools=body.get("tools"), **turn_options(seat.model, body)
-            )
-        except RolloutFailure as failure:
-            seat.failure = failure
-            # `Model` has already repeated what is worth it, so a status that the harness does not repeat.
-            raise vf.ProviderError(failure.message, status_code=400) from failure
-        seat.failure = None
-        raw = completion(reply, model=seat.model.name)
-        response = dialect.parse_response(dialect.validate_response(raw))
-        response.raw = raw
-        return response
-
-    async def relay(self, dialect: Any, body: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """A stream for harnesses that insist on one: the whole answer, in the dialect's events."""
-        response = await self.get_response(dialect, body, *args, **kwargs)
-
-        async def events() -> AsyncIterator[bytes]:
-            for event in dialect.stream_events(response.raw):
-                yield event
-
-        async def close() -> None:
-            pass
-
-        return RelayReply(content_type="text/event-stream", chunks=events(), close=close)
-
-
-class PolicyInterception(Interception):  # type: ignore[misc]  # the library has no types for us
-    """The library's interception, with seats for the traces that play the policy."""
-
-    def __init__(self, inner: Any) -> None:
-        super().__init__()
-        self._inner = inner
-
-    async def start(self) -> None:
-        """The inner one is started and stopped by the library."""
-
-    @asynccontextmanager
-    async def acquire(self, session: Any) -> AsyncIterator[Any]:
-        attempt = _attempt.get()
-        async with self._inner.acquire(session) as slot:
-            # Roles that the author or the args pinned to an endpoint of their own keep it.
-            if session.ctx.client == _client_config(attempt.model):
-                seat = Seat(sibling(attempt.model, name=session.ctx.model))
-                attempt.seats[session.trace.id] = seat
-                session.client = SeatClient(seat)
-            yield slot
 
 
 class TasksetTasks:
@@ -193,12 +105,12 @@ class TasksetEnvironment(Environment):
 
     async def rollout(self, task: Task, model: Model) -> Rollout:
         attempt = Attempt(model)
-        token = _attempt.set(attempt)
+        token = current_attempt.set(attempt)
         try:
-            context = vf.ModelContext(model=model.name, client=_client_config(model))
+            context = vf.ModelContext(model=model.name, client=client_config(model))
             episode = await self._env.run_episode(task["task"], context)
         finally:
-            _attempt.reset(token)
+            current_attempt.reset(token)
         if not episode.ok:
             raise _failure(episode, attempt)
         return self._handed_in(episode, attempt)
@@ -268,11 +180,6 @@ def _find_uv() -> None:
     beside = Path(sys.executable).parent
     if shutil.which("uv") is None and (beside / "uv").exists():
         os.environ["PATH"] = f"{beside}{os.pathsep}{os.environ.get('PATH', '')}"
-
-
-def _client_config(model: Model) -> Any:
-    """How the library is told of our endpoint; only its listing of models is asked there directly."""
-    return vf.EvalClientConfig(base_url=base_url(model), api_key_var="ROLLOUT_POLICY_KEY")
 
 
 def _failure(episode: Any, attempt: Attempt) -> RolloutFailure:

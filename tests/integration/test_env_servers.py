@@ -15,6 +15,7 @@ import pytest
 import structlog.testing
 
 from envs import wire
+from envs.curve import ClientKeys, generate_pair
 from orchestrator.env import Env, EnvSpec, EvalEnv, EvalSettings, RestartPolicy, TrainEnv, TrainEnvs
 from orchestrator.errors import EnvError, EnvLostError, EnvProtocolError, EnvStartupError
 from tests.chat_endpoint import chat_endpoint, completion, hang
@@ -509,6 +510,63 @@ async def test_training_and_evaluation_share_a_remote_server(tmp_path: Path) -> 
             assert isinstance(await evaluation.run_rollout(request(1, split="eval")), object)
         assert result(await train.run_rollout(request(2))).rollouts[0].reward == 2.0
     await server.stop(grace_s=10)
+
+
+async def test_keys_let_the_right_client_in_and_nobody_else(tmp_path: Path) -> None:
+    """A client with the server's key and a key that the server knows is served; a stranger learns why it is not."""
+    server_pair, client_pair, stranger = generate_pair(), generate_pair(), generate_pair()
+    address = f"tcp://127.0.0.1:{free_port()}"
+    server = start_server(
+        tmp_path,
+        address,
+        curve_secret=server_pair.secret,
+        curve_public=server_pair.public,
+        curve_clients=[client_pair.public],
+    )
+    keys = ClientKeys(client_pair, server_pair.public)
+    async with Env(spec(tmp_path, addresses=(address,), keys=keys)) as env:
+        assert result(await env.run_rollout(request(4))).rollouts[0].reward == 4.0
+        for wrong in (
+            ClientKeys(stranger, server_pair.public),
+            ClientKeys(client_pair, stranger.public),
+            None,
+        ):
+            outsider = spec(tmp_path, name="outsider", addresses=(address,), keys=wrong, ready_timeout_s=0.5)
+            with pytest.raises(EnvStartupError, match="not ready in 0.5 s") as error:
+                async with Env(outsider):
+                    pass
+            if wrong is not None and wrong.own is stranger:
+                assert "CURVE keys" in str(error.value)
+        assert result(await env.run_rollout(request(5))).rollouts[0].reward == 5.0
+    await server.stop(grace_s=10)
+    log = (tmp_path / "elsewhere.log").read_text()
+    assert server_pair.secret not in log
+    assert client_pair.secret not in log
+
+
+@pytest.mark.parametrize("insecure", [False, True])
+async def test_binding_off_loopback_without_keys_needs_an_explicit_word(
+    tmp_path: Path, insecure: bool
+) -> None:
+    """The server refuses to start and says how to do it properly."""
+    server = start_server(tmp_path, f"tcp://0.0.0.0:{free_port()}", insecure=insecure)
+    if insecure:
+        await until(lambda: "server.ready" in server.log_tail())
+        assert await server.stop(grace_s=10) == 0
+    else:
+        assert await server.exited == 3
+        assert "env keygen" in server.log_tail()
+
+
+async def test_an_address_in_use_is_one_line(tmp_path: Path) -> None:
+    """Two servers on one port: the second says which address it was."""
+    address = f"tcp://127.0.0.1:{free_port()}"
+    first = start_server(tmp_path, address)
+    await until(lambda: "server.ready" in first.log_tail())
+    second = start_server(tmp_path, address)
+    assert await second.exited == 3
+    assert f"cannot bind {address}" in second.log_tail()
+    await first.stop(grace_s=10)
 
 
 def _virtualenv(path: Path, *, packages: Iterator[str] | None) -> str:

@@ -54,14 +54,21 @@ async def test_without_learning_the_reward_does_not_climb(tmp_path: Path) -> Non
     assert summary["last_reward"] < 0.1
 
 
-@pytest.mark.timeout(120)
-async def test_killing_the_orchestrator_leaves_no_process_behind(tmp_path: Path) -> None:
-    """After kill -9 in the middle of a run its env servers, policy server and trainer end by themselves."""
-    command = await Command.start("run", QUICKSTART, "--run_dir", tmp_path / "run", logs=tmp_path / "logs")
-    async with command:
-        await command.wait_event("batch.formed", 3)
+@pytest.mark.timeout(180)
+async def test_a_killed_quickstart_leaves_no_process_behind_and_continues(tmp_path: Path) -> None:
+    """After kill -9 everything that it started ends by itself; the same command again goes on with the same weights."""
+    arguments = ("run", QUICKSTART, "--run_dir", tmp_path / "run", "--max_steps", "12")
+    async with await Command.start(*arguments, logs=tmp_path / "logs") as command:
+        await command.wait_event("trainer.version_published", 3)
         # Three env servers, the policy server, the trainer, and the orchestrator itself, at least.
         assert len(command.processes()) >= 6
         command.send(signal.SIGKILL)
         await command.wait()
         await until(lambda: not command.processes())
+    command = await run_command(*arguments, logs=tmp_path / "logs")
+    assert command.process.returncode == 0, command.errors()[-3000:]
+    [resumed] = command.events("run.resumed")
+    assert resumed["version"] >= 3
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["steps"], summary["sequences"]) == (12, 12 * 128)
+    assert "trainer.weights_missing" not in (tmp_path / "run" / "logs" / "trainer.log").read_text()

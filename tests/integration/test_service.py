@@ -103,6 +103,23 @@ async def test_a_run_continues_where_it_was_stopped(
     assert len(kept) <= config.trainer.keep_batches + 2, "the journal must not grow with the run"
 
 
+async def test_a_fresh_run_starts_over_and_keeps_the_old_journal(
+    tmp_path: Path, policy: str, record: TrainerRecord
+) -> None:
+    """Steps begin at 1 again, and nothing of the earlier run is mixed into what is written."""
+    config = make_config(
+        tmp_path / "run", policy, [env("Dice")], max_steps=2, eval={"env": [env("Chat", num_examples=2)]}
+    )
+    for fresh in (False, True):
+        record = TrainerRecord()
+        async with running_service(config, fresh=fresh) as running, asyncio.TaskGroup() as group:
+            group.create_task(train_here(running.address, record))
+            await running.wait_end()
+        assert record.last_step == 2
+    assert (tmp_path / "run" / "journal.old-1").is_dir()
+    assert len((tmp_path / "run" / "evals.jsonl").read_text().splitlines()) == 1
+
+
 # --- staleness --------------------------------------------------------------------------------------------------
 
 
@@ -172,6 +189,29 @@ async def test_evaluations_run_at_the_start_and_at_intervals(
         journaled = reader.evals()
     assert [{key: row[key] for key in written[0]} for row in journaled] == written
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["evals"] == written
+
+
+async def test_a_continued_run_still_knows_its_earlier_evaluations(
+    tmp_path: Path, policy: str, record: TrainerRecord
+) -> None:
+    """The summary has the results of every process of the run, none of them twice."""
+    config = make_config(
+        tmp_path / "run",
+        policy,
+        [env("Dice")],
+        max_steps=4,
+        eval={"interval": 2, "env": [env("Chat", num_examples=2)]},
+    )
+    async with running_service(config) as running, asyncio.TaskGroup() as group:
+        run = running.service.run
+        training = group.create_task(train_here(running.address, record, think_s=0.3))
+        await until(lambda: bool(run.evals.results))
+        training.cancel()
+    async with running_service(config) as running, asyncio.TaskGroup() as group:
+        group.create_task(train_here(running.address, record))
+        await running.wait_end()
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert [result["step"] for result in summary["evals"]] == [0, 2, 4]
 
 
 async def test_an_evaluation_overlaps_with_training(
