@@ -9,9 +9,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from envs.adapters.domains import Domain, Routed, route
 from envs.curve import ClientKeys, KeyFileError, read_key, read_pair
 from envs.errors import EnvironmentLoadError
-from envs.loader import parse_id
+from envs.loader import LOADERS, parse_id
 from orchestrator.buffer import BatchBuffer
 from orchestrator.config import Config
 from orchestrator.config.sections import EnvSection
@@ -69,10 +70,16 @@ def read_variable(setting: str, name: str | None) -> str | None:
 def _env_spec(
     config: Config, section: EnvSection, *, name: str, train: bool, sampling: dict[str, object]
 ) -> EnvSpec:
+    domains = {
+        domain: Domain(table.rollout, table.dataset, table.system_prompt)
+        for domain, table in config.domains.items()
+    }
     try:
         split = parse_id(section.id).split
+        routed = route(section.id, section.args, domains=domains, loaders=LOADERS)
     except EnvironmentLoadError as error:
         raise ConfigError(f'env "{name}": {error}') from None
+    routed = routed or Routed(section.id, dict(section.args), None)
     keys = None
     if section.server_key_file is not None:
         if section.secret_key_file is None:
@@ -85,13 +92,13 @@ def _env_spec(
             raise ConfigError(f'env "{name}": {error}') from None
     return EnvSpec(
         name=name,
-        id=section.id,
+        id=routed.id,
         split=split or ("train" if train else "eval"),
         train=train,
-        args=section.args,
+        args=routed.args,
         model=config.model.name,
         sampling=sampling | section.sampling,
-        system_prompt=section.system_prompt,
+        system_prompt=section.system_prompt if section.system_prompt is not None else routed.system_prompt,
         api_key_env=config.inference.api_key_env,
         python=section.python,
         workers=section.workers,

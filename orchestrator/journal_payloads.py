@@ -21,6 +21,8 @@ from orchestrator.group import Group, TrainTask
 
 SEGMENT_BYTES = 32 * 1024 * 1024
 _IOV_MAX = 1024
+_BUFFERS_PER_WRITE = 8
+"""About one group's: what was just summed up is still in the processor's cache when it is copied."""
 
 _SPARE_SEGMENTS = 4
 """Segments kept for overwriting: writing into pages that exist costs a third of making new ones."""
@@ -153,7 +155,7 @@ class PayloadWriter:
         # A segment of an earlier process may end in bytes that no row knows of, so it is never appended to.
         self._segment = max(segments_in(directory), default=0)
         self._fd = -1
-        self._end = 0
+        self._end = self._kept_end = 0
         self._buffers: list[memoryview] = []
         self._unsynced: list[int] = []
         self._new_names = False
@@ -171,7 +173,7 @@ class PayloadWriter:
 
     def add(self, parts: Sequence[memoryview]) -> Place:
         """Line a payload up for the next `write`."""
-        if self._fd < 0 or (self._end >= self._segment_bytes and not self._buffers):
+        if self._fd < 0 or (self._end >= self._segment_bytes and self._end == self._kept_end):
             self._next_segment()
         codec = RAW
         if self._compress:
@@ -191,12 +193,13 @@ class PayloadWriter:
         place = Place(self._segment, self._end, size, codec, sum_of_words)
         self._buffers.extend(parts)
         self._end += size
+        if len(self._buffers) >= _BUFFERS_PER_WRITE:
+            self.write()
         return place
 
     def write(self) -> None:
         """Write what was added; on OSError nothing of it counts and `discard` makes that true on disk too."""
-        buffers = list(self._buffers)
-        start = 0
+        buffers, start = self._buffers, 0
         while start < len(buffers):
             count = os.writev(self._fd, buffers[start : start + _IOV_MAX])
             while start < len(buffers) and count >= buffers[start].nbytes:
@@ -204,19 +207,19 @@ class PayloadWriter:
                 start += 1
             if count:
                 buffers[start] = buffers[start][count:]
+        buffers.clear()
 
     def keep(self) -> None:
         """What was written is now referred to."""
-        self._buffers.clear()
+        self._kept_end = self._end
 
     def discard(self) -> None:
         """Forget what was added since the last `keep`, and what of it was written."""
-        start = self._end - sum(buffer.nbytes for buffer in self._buffers)
         if self._fd >= 0:
-            os.ftruncate(self._fd, start)
-            os.lseek(self._fd, start, os.SEEK_SET)
-        self._end = start
-        self.keep()
+            os.ftruncate(self._fd, self._kept_end)
+            os.lseek(self._fd, self._kept_end, os.SEEK_SET)
+        self._end = self._kept_end
+        self._buffers.clear()
 
     def sync(self) -> None:
         """Bring every payload written so far to disk."""
@@ -263,7 +266,7 @@ class PayloadWriter:
         if self._fd >= 0:
             self._unsynced.append(self._fd)
         self._segment += 1
-        self._fd, self._end, self._new_names = fd, 0, True
+        self._fd, self._end, self._kept_end, self._new_names = fd, 0, 0, True
 
 
 def _filled_up(parts: Sequence[memoryview]) -> list[memoryview]:

@@ -20,6 +20,7 @@ from orchestrator.config.checks import Problem, find_problems, find_warnings
 from orchestrator.config.sections import (
     BatchConfig,
     DispatchConfig,
+    DomainConfig,
     EvalConfig,
     HttpConfig,
     InferenceConfig,
@@ -63,6 +64,7 @@ class Config(BaseSettings):
     batch: BatchConfig = BatchConfig()
     train: TrainConfig
     eval: EvalConfig = EvalConfig()
+    domains: dict[str, DomainConfig] = {}
     dispatch: DispatchConfig = DispatchConfig()
     staleness: StalenessConfig = StalenessConfig()
     trainer: TrainerConfig = TrainerConfig()

@@ -10,13 +10,23 @@ from ipaddress import ip_address
 from typing import Any
 from urllib.parse import urlsplit
 
+from envs.loader import LOADERS
+
 Problem = tuple[str, str]
 """TOML path and what is wrong there."""
 
 
 def find_problems(data: Mapping[str, Any]) -> list[Problem]:
     """What is wrong with the relations between fields."""
-    return [*_names(data), *_ratios(data), *_sizes(data), *_endpoints(data), *_ranks(data), *_exposure(data)]
+    return [
+        *_names(data),
+        *_ratios(data),
+        *_sizes(data),
+        *_domains(data),
+        *_endpoints(data),
+        *_ranks(data),
+        *_exposure(data),
+    ]
 
 
 def find_warnings(data: Mapping[str, Any]) -> list[Problem]:
@@ -112,6 +122,12 @@ def reachable(sizes: set[int], total: int) -> bool:
             sums |= sums << shift
             shift *= 2
     return bool(sums >> total & 1)
+
+
+def _domains(data: Mapping[str, Any]) -> Iterator[Problem]:
+    for name in _table(data, "domains"):
+        if name in LOADERS:
+            yield f"domains.{name}", "a loader has this name already; choose another"
 
 
 def _endpoints(data: Mapping[str, Any]) -> Iterator[Problem]:

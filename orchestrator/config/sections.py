@@ -183,6 +183,17 @@ class EvalConfig(Section):
     """The environments, one [[eval.env]] each."""
 
 
+class DomainConfig(Section):
+    """Environments without a class: ids of the form <domain>::<dataset>[@subset]."""
+
+    rollout: str
+    """ "module:function" of an async function (task, model, **args) that returns a Rollout."""
+    dataset: str
+    """ "module:function" of a function (name, subset, **args) that returns tasks."""
+    system_prompt: str | None = None
+    """Put in front of every conversation, unless the env sets its own."""
+
+
 class DispatchConfig(Section):
     """How many rollouts run, and what happens when they fail."""
 

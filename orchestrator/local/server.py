@@ -41,7 +41,7 @@ class ServerSpec(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_onl
     model: str = "local"
     seed: int = 0
     latency_s: float = 0.0
-    max_model_len: int = 2048
+    max_model_len: int = 32768
     max_num_seqs: int = 256
     weights: str | None = None
     reuse_port: bool = False
