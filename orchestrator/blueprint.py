@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from envs.adapters.domains import Domain, Routed, route
-from envs.curve import ClientKeys, KeyFileError, read_key, read_pair
+from envs.curve import ClientKeys, KeyFileError, ServerKeys, read_key, read_pair
 from envs.errors import EnvironmentLoadError
 from envs.loader import LOADERS, parse_id
 from orchestrator.buffer import BatchBuffer
@@ -239,6 +239,28 @@ def build_buffer(
     )
 
 
+def trainer_address(config: Config) -> str:
+    """Where the trainer finds its batches."""
+    if config.trainer.transport == "zmq":
+        return config.trainer.bind
+    directory = config.trainer.directory or config.run_dir / "trainer"
+    return f"file://{directory.resolve()}"
+
+
+def trainer_keys(config: Config) -> ServerKeys | None:
+    """CURVE keys of the trainer link, if it has any."""
+    trainer = config.trainer
+    if trainer.secret_key_file is None:
+        return None
+    try:
+        return ServerKeys(
+            own=read_pair(trainer.secret_key_file),
+            clients=tuple(read_key(source) for source in trainer.trainer_key_files),
+        )
+    except KeyFileError as error:
+        raise ConfigError(f"trainer: {error}") from None
+
+
 def build_rules(config: Config) -> Rules:
     """The limits that all envs share."""
     dispatch = config.dispatch
@@ -286,9 +308,7 @@ def describe_start(config: Config) -> list[str]:
             else f"{section.workers} server process(es)"
         )
         lines.append(f'{table} env "{section.label}" ({section.id}): {where}')
-    lines.append(
-        f"trainer link ({config.trainer.transport}) at {config.trainer.bind}, {config.trainer.world_size} rank(s)"
-    )
+    lines.append(f"trainer link at {trainer_address(config)}, {config.trainer.world_size} rank(s)")
     if config.http.enabled:
         lines.append(f"HTTP at http://{config.http.host}:{config.http.port}")
     lines.append(f"run directory {Path(config.run_dir)}")

@@ -9,7 +9,6 @@ trainer; then everything is stopped in the reverse order of its start.
 import asyncio
 import json
 import os
-import random
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -21,28 +20,27 @@ from typing import Any
 import structlog
 
 from orchestrator import blueprint
-from orchestrator.assembly import Assembly
 from orchestrator.batch_server import BatchServer
 from orchestrator.config import Config
-from orchestrator.dispatch.core import DispatchCore
-from orchestrator.dispatch.driver import Driver
-from orchestrator.dispatch.ledger import Ledger
-from orchestrator.dispatch.staleness import Staleness
 from orchestrator.env import EvalEnvs, TrainEnvs, side_by_side
-from orchestrator.errors import ConfigError, JournalError, OrchestratorError
-from orchestrator.evals import Evals
-from orchestrator.facts import Facts
-from orchestrator.group import Batch
+from orchestrator.errors import JournalError, OrchestratorError
 from orchestrator.health import Watchdog
 from orchestrator.http import build_app, serve_http
 from orchestrator.inference import InferencePool
-from orchestrator.journal import Journal, JournalReader, Recovered
+from orchestrator.journal import Journal
 from orchestrator.local.children import LocalChildren
 from orchestrator.metrics import render_metrics
-from orchestrator.mix import build_mix
 from orchestrator.run import Run
-from orchestrator.scoring import build_advantage
-from orchestrator.source import SourceEnv, TrainSource
+from orchestrator.version_watcher import VersionWatcher
+from orchestrator.wiring import (
+    build_batch_server,
+    build_run,
+    connect,
+    offer,
+    offer_recovered,
+    open_journal,
+    restore,
+)
 
 log = structlog.get_logger()
 
@@ -98,6 +96,7 @@ class Service:
             self.children.watch_server(),
             self.children.watch_trainer(),
             self._watch_journal(),
+            self._watch_versions(),
             *beside,
         ]
         log.info(
@@ -157,6 +156,13 @@ class Service:
         log.info("run.finished", end=end, steps=summary["steps"], reward=summary["last_reward"])
         return summary
 
+    async def _watch_versions(self) -> None:
+        """Versions that the trainer leaves in a directory instead of publishing them over the link."""
+        directory = self.config.trainer.versions_dir
+        if directory is not None:
+            newest = self.run.staleness.published
+            await VersionWatcher(directory, on_version=self.server.publish, version=newest).run()
+
     async def _watch_journal(self) -> None:
         raise await asyncio.shield(self.journal_failed)
 
@@ -171,7 +177,7 @@ async def start_service(config: Config, *, fresh: bool = False) -> AsyncIterator
     blueprint.verify(config)
     async with AsyncExitStack() as stack:
         failed: asyncio.Future[JournalError] = asyncio.get_running_loop().create_future()
-        journal = await stack.enter_async_context(_open_journal(config, fresh, failed))
+        journal = await stack.enter_async_context(open_journal(config, fresh, failed))
         recovered = journal.recover(world_size=config.trainer.world_size)
         weights = recovered.state.get("version", {"published": [0], "path": None, "trained": 0})
         children = await stack.enter_async_context(LocalChildren(config.run_dir))
@@ -192,18 +198,18 @@ async def start_service(config: Config, *, fresh: bool = False) -> AsyncIterator
         await _wait_ready(
             children, [train.connect(), evals.connect(), pool.wait_ready(config.inference.ready_timeout_s)]
         )
-        run, source = _build_run(config, journal=journal, train=train, evals=evals, pool=pool)
-        server = _build_batch_server(config, run, recovered)
-        _connect(
+        run, source = build_run(config, journal=journal, train=train, evals=evals, pool=pool)
+        server = build_batch_server(config, run, recovered, version=weights["published"][-1])
+        connect(
             config,
             run,
             source=source,
             train=train,
             evals=evals,
-            offer=partial(_offer, server, config.max_steps),
+            offer=partial(offer, server, config.max_steps),
         )
-        _restore(run, source=source, recovered=recovered, weights=weights)
-        _offer_recovered(server, recovered, config.max_steps)
+        restore(run, source=source, recovered=recovered, weights=weights)
+        offer_recovered(server, recovered, config.max_steps)
         await stack.enter_async_context(server)
         stack.callback(run.close)
         http_address = await _serve_http(config, stack, run)
@@ -232,34 +238,6 @@ async def start_service(config: Config, *, fresh: bool = False) -> AsyncIterator
         )
 
 
-def _open_journal(config: Config, fresh: bool, failed: asyncio.Future[JournalError]) -> Journal:
-    def on_error(error: JournalError) -> None:
-        if not failed.done():
-            failed.set_result(error)
-
-    journal = Journal.open(
-        config.run_dir,
-        commit_interval_s=config.journal.commit_interval_s,
-        commit_bytes=config.journal.commit_bytes,
-        keep_batches=config.trainer.keep_batches,
-        compress=config.journal.compress_level,
-        fresh=fresh,
-        on_error=on_error,
-    )
-    if journal.moved_aside is not None:
-        log.warning("journal.moved_aside", to=str(journal.moved_aside))
-    seed = journal.meta.get("seed")
-    if seed is None:
-        journal.set_meta("seed", str(config.seed))
-    elif seed != str(config.seed):
-        journal.close()
-        raise ConfigError(
-            f"{config.run_dir} holds a run with seed {seed}, not {config.seed}: its tasks come in another order; "
-            f"set seed = {seed}, choose another run_dir, or start over with --fresh"
-        )
-    return journal
-
-
 async def _wait_ready(children: LocalChildren, waits: Sequence[Coroutine[Any, Any, None]]) -> None:
     """Wait for all neighbours side by side; a policy server that dies meanwhile ends the wait."""
     watch = asyncio.create_task(children.watch_server())
@@ -275,169 +253,6 @@ async def _wait_ready(children: LocalChildren, waits: Sequence[Coroutine[Any, An
         for waiting in (watch, ready):
             waiting.cancel()
         await asyncio.wait([watch, ready])
-
-
-def _build_run(
-    config: Config, *, journal: Journal, train: TrainEnvs, evals: EvalEnvs, pool: InferencePool
-) -> tuple[Run, TrainSource]:
-    now = time.monotonic()
-    targets = blueprint.build_targets(config, train)
-    ledger = Ledger()
-    staleness = Staleness(
-        batch_size=config.batch.size, max_versions=config.staleness.max_versions, mode=config.staleness.mode
-    )
-    mix = build_mix(
-        config.mix.strategy,
-        list(targets),
-        list(targets.values()),
-        rng=random.Random(f"{config.seed}:mix"),
-        group_sizes={name: env.settings.group_size for name, env in train.items()},
-        **config.mix.options,
-    )
-    source = TrainSource(
-        [SourceEnv(name, env.spec.split, env.num_tasks) for name, env in train.items()],
-        mix=mix,
-        seed=config.seed,
-    )
-    run = Run(
-        run_dir=config.run_dir,
-        max_steps=config.max_steps,
-        train=train,
-        pool=pool,
-        journal=journal,
-        buffer=blueprint.build_buffer(config, targets, train, split=journal.split_group),
-        staleness=staleness,
-        ledger=ledger,
-        mix=mix,
-        facts=Facts(targets, ledger=ledger, staleness=staleness, now=now),
-        evals=Evals(blueprint.build_plans(evals)),
-        clock=time.monotonic,
-    )
-    return run, source
-
-
-def _connect(
-    config: Config,
-    run: Run,
-    *,
-    source: TrainSource,
-    train: TrainEnvs,
-    evals: EvalEnvs,
-    offer: Callable[[Any], None],
-) -> None:
-    """Make the parts that call each other, and close the circle."""
-    assembly = Assembly(
-        buffer=run.buffer,
-        batch_size=config.batch.size,
-        max_steps=config.max_steps,
-        group_sizes={name: env.settings.group_size for name, env in train.items()},
-        count_tokens=config.batch.unit == "tokens",
-        staleness=run.staleness,
-        tasks=source,
-        mix=run.mix,
-        record=run.journal,
-        facts=run.facts,
-        advantage=build_advantage(config.dispatch.advantage),
-        keep_equal_rewards=config.dispatch.keep_equal_rewards,
-        max_barren_batches=config.dispatch.max_barren_batches,
-        available=lambda: frozenset(name for name, env in train.items() if env.available),
-        offer=offer,
-    )
-    core = DispatchCore(
-        train=blueprint.build_train_rules(train),
-        evals=evals,
-        rules=blueprint.build_rules(config),
-        source=source,
-        eval_source=run.evals,
-        mix=run.mix,
-        placement=run.pool,
-        staleness=run.staleness,
-        ledger=run.ledger,
-        queued=assembly.queued,
-        starved=assembly.starved,
-        expected_size=assembly.expected_size,
-        now=time.monotonic(),
-    )
-    driver = Driver(
-        core,
-        train=train,
-        evals=evals,
-        sink=run,
-        rollout_timeout_s=config.dispatch.rollout_timeout_s,
-        pool=run.pool,
-        clock=time.monotonic,
-    )
-    run.attach(assembly=assembly, core=core, driver=driver)
-    run.pool.on_change = run.on_change
-    run.pool.on_lost = run.on_endpoint_lost
-    for env in (*train.values(), *evals.values()):
-        env.on_free = run.on_servers_changed
-
-
-def _restore(run: Run, *, source: TrainSource, recovered: Recovered, weights: dict[str, Any]) -> None:
-    """Continue where an earlier process of the run ended."""
-    # A version is published before its step is acknowledged, so more steps may be trained on than acknowledged.
-    trained = max(recovered.last_acknowledged, min(weights["trained"], recovered.last_step))
-    run.staleness.load_state_dict(weights, formed=recovered.last_step, trained=trained)
-    run.weights_path = weights["path"]
-    with JournalReader(run.run_dir) as reader:
-        run.restore_evals(reader.evals())
-    if recovered.empty:
-        return
-    run.restore(recovered.state)
-    asked_again = 0
-    for env, (low, resolved) in recovered.resolved.items():
-        if env in run.train:
-            asked_again += source.load_resolved(env, low, resolved)
-        else:
-            log.warning("env.gone", env=env, note="it was in an earlier process of this run")
-    kept = run.assembly.restore(recovered.groups)
-    log.info(
-        "run.resumed",
-        step=recovered.last_step,
-        acknowledged=recovered.last_acknowledged,
-        version=run.staleness.published,
-        groups=kept,
-        tasks_asked_again=asked_again,
-        damaged=len(recovered.damaged),
-    )
-
-
-def _offer(server: BatchServer, max_steps: int | None, batch: Batch) -> None:
-    """Hand a durable batch to the trainer; behind the last one, iteration ends for every rank."""
-    server.offer(batch)
-    if batch.step == max_steps:
-        server.finish("max_steps reached")
-
-
-def _build_batch_server(config: Config, run: Run, recovered: Recovered) -> BatchServer:
-    return BatchServer(
-        bind=config.trainer.bind,
-        world_size=config.trainer.world_size,
-        run=run.journal.run_id,
-        keep=config.trainer.keep_batches,
-        last_step=recovered.last_acknowledged,
-        version=run.staleness.published,
-        load=run.journal.load_batch,
-        on_ack=run.on_ack,
-        on_rank_ack=lambda step, rank: run.journal.record_ack(
-            step, rank, world_size=config.trainer.world_size
-        ),
-        on_publish=run.on_publish,
-        on_done=run.on_trainer_done,
-        when_durable=run.journal.when_durable,
-    )
-
-
-def _offer_recovered(server: BatchServer, recovered: Recovered, max_steps: int | None) -> None:
-    """Lease what an earlier process formed; the last acknowledgement of a batch may be found only now."""
-    for batch in recovered.batches:
-        if batch.step in recovered.acknowledged:
-            server.keep(batch)
-        else:
-            server.offer(batch, recovered.acks.get(batch.step, ()))
-    if max_steps is not None and recovered.last_step >= max_steps:
-        server.finish("max_steps reached")
 
 
 async def _serve_http(config: Config, stack: AsyncExitStack, run: Run) -> str | None:
