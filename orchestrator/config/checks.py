@@ -154,6 +154,11 @@ def _ranks(data: Mapping[str, Any]) -> Iterator[Problem]:
             "trainer.world_size",
             "the reference trainer of [local] is a single rank; set it to 1, or local.trainer = false",
         )
+    if batch.get("unit", "sequences") == "tokens" and world_size > 1:
+        yield (
+            "trainer.world_size",
+            "a batch by tokens has any number of sequences, which several ranks cannot share equally",
+        )
     if batch.get("unit", "sequences") == "sequences" and size % world_size:
         yield "trainer.world_size", f"a batch of {size} cannot be shared equally by {world_size} ranks"
 
