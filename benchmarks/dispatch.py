@@ -6,7 +6,6 @@ orchestrator process' own, everything included.
 
 import asyncio
 import resource
-import subprocess
 import sys
 import tempfile
 import time
@@ -91,8 +90,8 @@ def measure(
     with tempfile.TemporaryDirectory(prefix="bench-") as directory:
         config = Config(
             run_dir=Path(directory),
-            batch={"size": batch_size},  # type: ignore[arg-type]  # pydantic makes the section
-            train={  # type: ignore[arg-type]  # same
+            batch={"size": batch_size},
+            train={
                 "group_size": 8,
                 "env": [
                     {
@@ -105,10 +104,10 @@ def measure(
                     }
                 ],
             },
-            dispatch={"max_inflight": inflight, "keep_equal_rewards": True, "ramp_s": warm_s / 3},  # type: ignore[arg-type]  # same
-            staleness={"max_versions": 4 + 2 * inflight // batch_size},  # type: ignore[arg-type]  # same
-            trainer={"bind": "tcp://127.0.0.1:0"},  # type: ignore[arg-type]  # same
-            http={"enabled": False},  # type: ignore[arg-type]  # same
+            dispatch={"max_inflight": inflight, "keep_equal_rewards": True, "ramp_s": warm_s / 3},
+            staleness={"max_versions": 4 + 2 * inflight // batch_size},
+            trainer={"bind": "tcp://127.0.0.1:0"},
+            http={"enabled": False},
         )
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(_measure(config, warm_s, for_s))
@@ -120,12 +119,14 @@ async def _measure(config: Config, warm_s: float, for_s: float) -> Measured:
         url = children.start_server(model=config.model.name, seed=0, latency_s=0.0)
         config = config.model_copy(update={"inference": InferenceConfig(base_urls=[url])})
         async with start_service(config) as service:
-            trainer = subprocess.Popen([sys.executable, "-m", "benchmarks._trainer", service.server.address])
+            trainer = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "benchmarks._trainer", service.server.address
+            )
             try:
                 await service.serve(_observe(service, warm_s, for_s, result))
             finally:
                 trainer.terminate()
-                trainer.wait()
+                await trainer.wait()
     return result[0]
 
 

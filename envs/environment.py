@@ -42,10 +42,10 @@ class Environment(ABC):
         """Whether rewards need the whole group; an environment that only learns it when loaded overrides this."""
         return type(self).score_group is not Environment.score_group
 
-    async def setup(self) -> None:
+    async def setup(self) -> None:  # noqa: B027  most environments have nothing to load
         """Load what rollouts need; the server is ready only afterwards."""
 
-    async def close(self) -> None:
+    async def close(self) -> None:  # noqa: B027  nor to give back
         """Give back what `setup` took."""
 
 

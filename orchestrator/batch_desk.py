@@ -87,6 +87,7 @@ class BatchDesk:
         on_ack: Callable[[int], None] = _ignore,
         on_rank_ack: Callable[[int, int], None] = _ignore,
         on_publish: Callable[[int, str | None], None] = _ignore,
+        on_trained: Callable[[int], None] = _ignore,
         on_done: Callable[[], None] = _ignore,
         when_durable: Callable[[Callable[[], None]], None] = _at_once,
     ) -> None:
@@ -102,6 +103,7 @@ class BatchDesk:
         self._on_ack = on_ack
         self._on_rank_ack = on_rank_ack
         self._on_publish = on_publish
+        self._on_trained = on_trained
         self._on_done = on_done
         self._when_durable = when_durable
         self._leased: dict[int, tuple[Batch, set[int]]] = {}
@@ -218,6 +220,8 @@ class BatchDesk:
                 self._ack(rank, message)
             case Publish():
                 note = self.publish(message.version, message.path, source=f"rank {rank.number}")
+                if message.step:
+                    self._on_trained(message.step)
                 self._reply_when_durable(rank, Ok(message.id, note))
             case Done():
                 if not self.done:

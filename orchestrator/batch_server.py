@@ -63,6 +63,7 @@ class BatchServer:
         on_ack: Callable[[int], None] = _ignore,
         on_rank_ack: Callable[[int, int], None] = _ignore,
         on_publish: Callable[[int, str | None], None] = _ignore,
+        on_trained: Callable[[int], None] = _ignore,
         on_done: Callable[[], None] = _ignore,
         when_durable: Callable[[Callable[[], None]], None] = _at_once,
         keys: ServerKeys | None = None,
@@ -73,7 +74,7 @@ class BatchServer:
         `keep` acknowledged batches stay in memory; `load` reads others back (in a thread). `last_step` and `version`
         are where a resumed run stands. `on_rank_ack(step, rank)` and `on_publish` record, and a rank is answered when
         `when_durable` calls back, so that what it was told holds after a crash; `on_ack(step)` says that every
-        rank has acknowledged. With `keys` (CURVE) only trainers that they name are let in. Offer recovered batches
+        rank has acknowledged, `on_trained(step)` that a published version comes from training on a step. With `keys` (CURVE) only trainers that they name are let in. Offer recovered batches
         before entering the context.
         """
         self._world_size = world_size
@@ -97,6 +98,7 @@ class BatchServer:
             on_ack=on_ack,
             on_rank_ack=self._rank_acked,
             on_publish=on_publish,
+            on_trained=on_trained,
             on_done=on_done,
             when_durable=when_durable,
         )

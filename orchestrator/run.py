@@ -103,7 +103,7 @@ class Run:
     def on_publish(self, version: int, path: str | None) -> None:
         """The trainer has a new version; older ones and repetitions are harmless.
 
-        It is published before its step is acknowledged, and named after it: so the step counts as trained on.
+        A version that is named after a step says that the step was trained on; others are told by `on_trained`.
         """
         if version <= self.staleness.published:
             log.info("version.ignored", version=version, newest=self.staleness.published)
@@ -114,6 +114,10 @@ class Run:
             self._trained(version)
         self.save()
         self._published.set()
+
+    def on_trained(self, step: int) -> None:
+        """A version comes from training on a step, which may not be acknowledged yet."""
+        self._trained(min(step, self.staleness.formed))
 
     def on_trainer_done(self) -> None:
         """The trainer wants no more batches."""

@@ -128,7 +128,7 @@ class _Conversation:
             yield from self._ack(self._in_hand)
 
     def _publish(self, version: int, path: str | None) -> Waiting[str]:
-        return (yield from self._do(Publish(self._session.next_id(), version, path)))
+        return (yield from self._do(Publish(self._session.next_id(), version, path, self._after or 0)))
 
     def _done(self) -> Waiting[None]:
         yield from self._do(Done(self._session.next_id()))

@@ -53,11 +53,12 @@ class Ack(msgspec.Struct, tag="ack", frozen=True):
 
 
 class Publish(msgspec.Struct, tag="publish", frozen=True):
-    """A version of the policy can be sampled from."""
+    """A version of the policy can be sampled from; it comes from training up to `step`, where the rank knows."""
 
     id: int
     version: int
     path: str | None = None
+    step: int = 0
 
 
 class Done(msgspec.Struct, tag="done", frozen=True):

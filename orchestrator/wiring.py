@@ -212,6 +212,7 @@ def build_batch_server(config: Config, run: Run, recovered: Recovered, *, versio
             step, rank, world_size=config.trainer.world_size
         ),
         on_publish=run.on_publish,
+        on_trained=run.on_trained,
         on_done=run.on_trainer_done,
         when_durable=run.journal.when_durable,
     )

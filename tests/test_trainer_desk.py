@@ -46,6 +46,7 @@ class Counter:
             on_ack=lambda step: self.events.append(("ack", step)),
             on_rank_ack=lambda step, rank: self.events.append(("rank_ack", step, rank)),
             on_publish=lambda version, path: self.events.append(("publish", version, path)),
+            on_trained=lambda step: self.events.append(("trained", step)),
             on_done=lambda: self.events.append(("done",)),
             **options,
         )
@@ -307,3 +308,11 @@ def test_batches_are_offered_in_step_order() -> None:
     counter.desk.offer(make_batch(2))
     with pytest.raises(ValueError, match="batch 1 offered after batch 2"):
         counter.desk.offer(make_batch(1))
+
+
+def test_a_publication_tells_which_step_was_trained_on() -> None:
+    """After the version, so that ages are never counted from a step that has no version yet."""
+    counter = Counter()
+    counter.join(0)
+    counter.tell(b"peer0", Publish(1, 1000, "ckpt", step=7))
+    assert counter.events[-2:] == [("publish", 1000, "ckpt"), ("trained", 7)]

@@ -532,7 +532,7 @@ async def test_keys_let_the_right_client_in_and_nobody_else(tmp_path: Path) -> N
             None,
         ):
             outsider = spec(tmp_path, name="outsider", addresses=(address,), keys=wrong, ready_timeout_s=0.5)
-            with pytest.raises(EnvStartupError, match="not ready in 0.5 s") as error:
+            with pytest.raises(EnvStartupError, match=r"not ready in 0\.5 s") as error:
                 async with Env(outsider):
                     pass
             if wrong is not None and wrong.own is stranger:
