@@ -7,6 +7,8 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PACKAGES := orchestrator envs tests benchmarks
 NEW_ENOUGH := -c 'import sys; sys.exit(sys.version_info < (3, 11))'
+HAVE_PYTHON = $(PYTHON) $(NEW_ENOUGH) 2>/dev/null || { echo "Python 3.11 or newer is needed, and $(PYTHON) is \
+$$($(PYTHON) --version 2>/dev/null || echo not there); name another one: PYTHON=python3.12" >&2; exit 1; }
 
 .DEFAULT_GOAL := help
 .PHONY: help setup run test test-slow test-vllm check format bench docs lock clean
@@ -44,7 +46,7 @@ docs: $(READY) ## write docs/configuration.md from the configuration's docstring
 	$(BIN)/python -m orchestrator.config.reference docs/configuration.md
 
 lock: ## write constraints.txt anew, from the newest versions that pyproject.toml allows
-	$(call need_python)
+	@$(HAVE_PYTHON)
 	rm -rf build/lock && $(PYTHON) -m venv build/lock
 	build/lock/bin/python -m pip install --quiet --upgrade --editable '.[dev]'
 	{ sed -n '/^#/p' constraints.txt; build/lock/bin/python -m pip freeze --exclude-editable; } > build/constraints.txt
@@ -54,22 +56,15 @@ clean: ## remove .venv, caches and build products; runs/ stays
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find $(PACKAGES) -type d -name __pycache__ -prune -exec rm -rf {} +
 
-define need_python
-@$(PYTHON) $(NEW_ENOUGH) || { echo "make: Python 3.11 or newer is needed, but $(PYTHON) is $$($(PYTHON) --version 2>&1); name another: make $(or $(MAKECMDGOALS),setup) PYTHON=python3.12" >&2; exit 1; }
-endef
-
 # The stamp is the last thing written: an interrupted set-up is taken up again. An interpreter that is gone or too old
 # (the checkout moved, the system was upgraded) makes .venv anew.
 $(READY): pyproject.toml constraints.txt
 	@$(BIN)/python $(NEW_ENOUGH) 2>/dev/null || rm -rf $(VENV)
-	@[ -e $(VENV) ] || { $(MAKE) --no-print-directory $(VENV); }
+	@[ -e $(VENV) ] || { $(HAVE_PYTHON); }
+	@[ -e $(VENV) ] || if command -v uv >/dev/null; then uv venv --quiet --seed --python $(PYTHON) $(VENV); else $(PYTHON) -m venv $(VENV); fi
 	@if command -v uv >/dev/null; then \
-	  echo "installing with uv"; uv pip install --quiet --python $(BIN)/python --constraint constraints.txt --editable '.[dev]'; \
+	  echo "installing with uv" && uv pip install --quiet --python $(BIN)/python --constraint constraints.txt --editable '.[dev]'; \
 	else \
-	  echo "installing with pip"; $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'; \
+	  echo "installing with pip" && $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'; \
 	fi
 	@touch $@
-
-$(VENV):
-	$(call need_python)
-	@if command -v uv >/dev/null; then uv venv --quiet --python $(PYTHON) $@; else $(PYTHON) -m venv $@; fi

@@ -6,6 +6,7 @@ clients that it lets in. Keys are Z85 text of 40 characters. A key is given as a
 owner alone, and secrets do not appear in any repr or error message.
 """
 
+import asyncio
 import os
 import re
 from collections.abc import Iterable
@@ -14,7 +15,9 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import zmq
-import zmq.auth.thread
+import zmq.utils.z85
+
+from envs.drained import DrainedSocket
 
 _Z85 = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 _LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1", "[::1]"})
@@ -99,6 +102,11 @@ def read_pair(source: str | Path) -> KeyPair:
         raise KeyFileError(f"{source} does not hold a CURVE secret key") from None
 
 
+def read_client_keys(*, server_key: str | Path, client_key: str | Path) -> ClientKeys:
+    """What a client needs, from the server's public key and the client's own secret key."""
+    return ClientKeys(read_pair(client_key), read_key(server_key))
+
+
 def off_loopback(address: str) -> bool:
     """Whether others than this machine can reach an address, or be reached at it."""
     parts = urlsplit(address)
@@ -113,20 +121,25 @@ def secure_client(socket: zmq.Socket[bytes], keys: ClientKeys) -> None:
 
 
 class Gatekeeper:
-    """Lets in only clients whose public key is known. One per context; stop it before the context ends."""
+    """Lets in only clients whose public key is known: the context's answer to ZMQ's authentication requests (ZAP).
+
+    One per context, there before a server's socket is bound; stop it before the context ends.
+    """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], clients: Iterable[str]) -> None:
-        self._clients = frozenset(key.encode() for key in clients)
-        self._thread = zmq.auth.thread.ThreadAuthenticator(context)
-        self._thread.start()
-        self._thread.configure_curve_callback(domain="*", credentials_provider=self)
+        self._clients = frozenset(zmq.utils.z85.decode(key.encode()) for key in clients)
+        socket = context.socket(zmq.REP)
+        socket.bind("inproc://zeromq.zap.01")
+        self._socket = DrainedSocket(socket, self._on_request, loop=asyncio.get_running_loop())
 
-    def callback(self, domain: str, key: bytes) -> bool:
-        """Asked by pyzmq's authenticator for every connection."""
-        return key in self._clients
+    def _on_request(self, frames: list[bytes]) -> None:
+        version, request_id, _, _, _, mechanism, *credentials = frames
+        known = mechanism == b"CURVE" and bool(self._clients.intersection(credentials))
+        verdict = [b"200", b"OK"] if known else [b"400", b"unknown key"]
+        self._socket.send([version, request_id, *verdict, b"", b""])
 
     def stop(self) -> None:
-        self._thread.stop()
+        self._socket.close()
 
 
 def secure_server(socket: zmq.Socket[bytes], keys: ServerKeys) -> None:

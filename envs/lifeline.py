@@ -32,6 +32,7 @@ class Lifeline:
     """Taken hold of once, at the start of a spawned process and before any thread is made."""
 
     def __init__(self) -> None:
+        self._keeper: subprocess.Popen[bytes] | None = None
         self._descriptor = os.dup(0)
         nothing = os.open(os.devnull, os.O_RDONLY)
         os.dup2(nothing, 0)
@@ -57,9 +58,15 @@ class Lifeline:
     def start_keeper(self) -> None:
         """Guard the process group, if this process leads one of its own."""
         if os.getpgrp() == os.getpid():
-            keeper = subprocess.Popen([sys.executable, "-I", "-S", "-c", _KEEPER], stdin=self._descriptor)
-            # It outlives this object and ends with the group; there is nothing to wait for.
-            keeper.returncode = 0
+            self._keeper = subprocess.Popen(
+                [sys.executable, "-I", "-S", "-c", _KEEPER], stdin=self._descriptor
+            )
+
+    def stop_keeper(self) -> None:
+        """At an orderly end, so that nobody has to bury it."""
+        if self._keeper is not None:
+            self._keeper.kill()
+            self._keeper.wait()
 
     def watch(self, on_end: Callable[[], object], *, kill_after_s: float) -> None:
         """Call `on_end` from a thread when the parent ends; a process that is still there afterwards is stuck."""

@@ -9,7 +9,6 @@ stops the others.
 
 import asyncio
 import math
-import numbers
 import traceback
 from collections import Counter
 
@@ -173,8 +172,11 @@ def _checked(rollout: object, *, train: bool) -> Rollout:
 
 def _finite(value: object, what: str) -> float:
     """A number of any library as a float; NaN, infinity and everything else is an invalid rollout."""
-    if isinstance(value, numbers.Real) or hasattr(value, "__float__"):
-        number = float(value)
+    if isinstance(value, (int, float)) or hasattr(value, "__float__"):
+        try:
+            number = float(value)
+        except (TypeError, ValueError, OverflowError):
+            number = math.nan
         if math.isfinite(number):
             return number
     raise InvalidRolloutError(f"{what} must be a finite number, got {value!r}"[:_MESSAGE_CHARS])

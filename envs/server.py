@@ -169,8 +169,8 @@ class EnvServer:
         try:
             await self._environment.setup()
             counts = {split: runner.tasks_in(split) for split in self._spec.splits}
-        # The environment's own code, which may raise anything; its traceback belongs into the log.
-        except Exception as error:
+        # The environment's own code, which may raise anything, exit() included; its traceback belongs into the log.
+        except (Exception, SystemExit) as error:
             log.exception("server.start_failed", why=f'environment "{self._spec.id}" did not load: {error!r}')
             self.load_failed = True
             self.stop()
@@ -260,8 +260,8 @@ def run_server(spec: ServerSpec, *, on_start: Callable[[EnvServer], None] = lamb
     except EnvironmentLoadError as error:
         log.error("server.start_failed", why=str(error))
         return EXIT_STARTUP
-    # The environment's own code, which may raise anything; its traceback belongs into the log.
-    except Exception:
+    # The environment's own code, which may raise anything, exit() included; its traceback belongs into the log.
+    except (Exception, SystemExit):
         log.exception("server.start_failed", why=f'the constructor of environment "{spec.id}" raised')
         return EXIT_STARTUP
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
@@ -315,7 +315,10 @@ def main() -> int:
 
         lifeline.watch(stop, kill_after_s=_STOP_RUNS_S + _CLOSE_ENVIRONMENT_S + 2.0)
 
-    return run_server(spec, on_start=watch_parent)
+    try:
+        return run_server(spec, on_start=watch_parent)
+    finally:
+        lifeline.stop_keeper()
 
 
 if __name__ == "__main__":

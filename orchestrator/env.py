@@ -58,6 +58,7 @@ class Env:
         self._slots: list[ServerSlot] = []
         self._links: list[Link] = []
         self._group_scored = False
+        self._closed = False
         self._launcher: ServerLauncher | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._waiting: list[asyncio.Future[None]] = []
@@ -110,6 +111,11 @@ class Env:
         """The latest statistics of each server, by name."""
         return {slot.name: slot.link.stats if slot.link is not None else None for slot in self._slots}
 
+    @property
+    def malformed(self) -> int:
+        """Messages from the present servers that could not be understood or that nobody had asked for."""
+        return sum(link.counts.malformed + link.counts.unexpected for link in self._links)
+
     async def spawn(self) -> None:
         """Start the servers; for servers elsewhere there is nothing to start."""
         if self._slots:
@@ -139,9 +145,11 @@ class Env:
 
     async def shutdown(self, *, grace_s: float = STOP_GRACE_S) -> None:
         """End every server, side by side, within the grace and a bounded wait; safe to call at any time."""
+        self._closed = True
         try:
             await side_by_side(slot.stop(grace_s=grace_s) for slot in self._slots)
         finally:
+            self._on_credit(False)
             if self._launcher is not None:
                 self._launcher.close()
             if self._context is not None:
@@ -203,6 +211,8 @@ class Env:
     async def _ask(self, request: RunRequest) -> RunOutcome:
         loop = asyncio.get_running_loop()
         while not self.has_room(request.count):
+            if self._closed:
+                return RunFailure("closed", f'env "{self.name}" was shut down', retryable=True)
             waiter: asyncio.Future[None] = loop.create_future()
             self._waiting.append(waiter)
             await waiter

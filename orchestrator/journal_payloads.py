@@ -21,7 +21,7 @@ from orchestrator.group import Group, TrainTask
 
 SEGMENT_BYTES = 32 * 1024 * 1024
 _IOV_MAX = 1024
-_BUFFERS_PER_WRITE = 8
+_BUFFERS_PER_WRITE = 5
 """About one group's: what was just summed up is still in the processor's cache when it is copied."""
 
 _SPARE_SEGMENTS = 4
@@ -48,15 +48,19 @@ class Place:
 
 def parts_of(group: Group) -> list[memoryview]:
     """The pieces of a group's payload in their order; large arrays are not copied."""
-    arrays = (
+    small = (
         np.asarray(group.lengths, dtype="<i4"),
         np.ascontiguousarray(group.rewards, dtype="<f4"),
         np.ascontiguousarray(group.advantages, dtype="<f4"),
+    )
+    large = (
         np.ascontiguousarray(group.tokens, dtype="<i4"),
         np.ascontiguousarray(group.logprobs, dtype="<f4"),
         np.ascontiguousarray(group.mask, dtype="u1"),
     )
-    parts = [array.data.cast("B") for array in arrays if array.size]
+    filling = bytes(-4 * group.size % 8)
+    parts = [memoryview(b"".join(array.tobytes() + filling for array in small))]
+    parts.extend(array.data.cast("B") for array in large if array.size)
     if group.transcript:
         parts.append(memoryview(group.transcript))
     return parts
@@ -102,10 +106,11 @@ def checksum(parts: Sequence[memoryview]) -> int:
     """
     total = 0
     for part in parts:
-        words = part.nbytes // 8
+        words, rest = divmod(part.nbytes, 8)
         if words:
-            total += int(np.frombuffer(part, "<u8", words).sum())
-        total += int.from_bytes(part[8 * words :], "little")
+            total += int(np.add.reduce(np.frombuffer(part, "<u8", words)))
+        if rest:
+            total += int.from_bytes(part[-rest:], "little")
     return total & 0x7FFF_FFFF_FFFF_FFFF
 
 

@@ -25,14 +25,8 @@ from orchestrator.journal_payloads import (
     parts_of,
     segments_in,
 )
+from orchestrator.journal_rows import GROUP_COLUMNS, group_row, insert_rows, shares_of
 from orchestrator.journal_schema import DATABASE, DIRECTORY, PAYLOADS, open_for_writing
-
-_GROUP_COLUMNS = (
-    "id, env, split, position, part, task_index, epoch, version, version_end, rollouts, sequences, tokens, reward,"
-    " finished_at, segment, offset, bytes, transcript_bytes, codec, checksum"
-)
-
-_ROWS_PER_STATEMENT = 64
 
 CHECKPOINT_BYTES = 16 * 1024 * 1024
 """Size of the WAL at which it is folded into the database."""
@@ -87,30 +81,7 @@ class JournalStore:
     def add_group(self, group: Group) -> None:
         place = self._payloads.add(parts_of(group))
         task = group.task
-        self._new_groups.append(
-            (
-                group.id,
-                task.env,
-                task.split,
-                task.position,
-                group.part,
-                task.index,
-                task.epoch,
-                group.version,
-                group.version_end,
-                group.rollouts,
-                group.size,
-                len(group.tokens),
-                float(group.rewards.mean()),
-                self._now,
-                place.segment,
-                place.offset,
-                place.bytes,
-                len(group.transcript),
-                place.codec,
-                place.checksum,
-            )
-        )
+        self._new_groups.append(group_row(group, place, self._now))
         self._changed[place.segment] += place.bytes
         self.add_task(task.env, task.position, "finished")
 
@@ -153,17 +124,18 @@ class JournalStore:
 
     def add_batch(self, batch: Batch) -> None:
         self._insert_new()
-        for slot, group in enumerate(batch.groups):
-            changed = self._connection.execute(
-                "UPDATE groups SET step = ?, slot = ? WHERE id = ? AND step IS NULL",
-                (batch.step, slot, group.id),
-            ).rowcount
-            if changed != 1:
-                raise JournalError(
-                    f"batch {batch.step}: group {group.id} is not recorded, or is in a batch already"
-                )
+        changed = self._connection.execute(
+            "UPDATE groups SET step = ?, slot = chosen.key FROM json_each(?) AS chosen"
+            " WHERE groups.id = chosen.value AND groups.step IS NULL",
+            (batch.step, json.dumps([group.id for group in batch.groups])),
+        ).rowcount
+        if changed != len(batch.groups):
+            raise JournalError(
+                f"batch {batch.step}: {len(batch.groups) - changed} of its groups are not recorded, or are in a batch already"
+            )
+        for group in batch.groups:
             self._counted[group.env, "batched"] += 1
-        shares = _shares(batch)
+        shares = shares_of(batch)
         sequences = batch.size
         reward = sum(share["reward"] * share["sequences"] for share in shares.values()) / max(sequences, 1)
         tokens = sum(len(group.tokens) for group in batch.groups)
@@ -299,8 +271,8 @@ class JournalStore:
 
     def _insert_new(self) -> None:
         """Insert the rows that have gathered, many with one statement: each statement waits for the interpreter."""
-        _insert(self._connection, f"INSERT INTO groups ({_GROUP_COLUMNS})", self._new_groups)
-        _insert(
+        insert_rows(self._connection, f"INSERT INTO groups ({GROUP_COLUMNS})", self._new_groups)
+        insert_rows(
             self._connection, "INSERT OR IGNORE INTO resolved (env, position, outcome)", self._new_resolved
         )
 
@@ -327,28 +299,3 @@ class JournalStore:
         self._new_resolved.clear()
         self._counted.clear()
         self._changed.clear()
-
-
-def _insert(connection: sqlite3.Connection, into: str, rows: list[tuple[object, ...]]) -> None:
-    """Insert and forget the rows."""
-    for start in range(0, len(rows), _ROWS_PER_STATEMENT):
-        some = rows[start : start + _ROWS_PER_STATEMENT]
-        one = f"({', '.join('?' * len(some[0]))})"
-        connection.execute(
-            f"{into} VALUES {', '.join([one] * len(some))}", [value for row in some for value in row]
-        )
-    rows.clear()
-
-
-def _shares(batch: Batch) -> dict[str, dict[str, float]]:
-    """What each env has in a batch."""
-    shares: dict[str, dict[str, float]] = {}
-    for group in batch.groups:
-        share = shares.setdefault(group.env, {"groups": 0, "sequences": 0, "tokens": 0, "reward": 0.0})
-        share["groups"] += 1
-        share["sequences"] += group.size
-        share["tokens"] += len(group.tokens)
-        share["reward"] += float(group.rewards.sum())
-    for share in shares.values():
-        share["reward"] /= share["sequences"]
-    return shares

@@ -63,7 +63,7 @@ class TestCheck:
             'train env "reverse" (builtin::reverse): 1 server process(es)',
             'train env "agree" (builtin::agree): 1 server process(es)',
             'train env "lookup" (builtin::lookup): 1 server process(es)',
-            "trainer link (zmq) at tcp://127.0.0.1:0, 1 rank(s)",
+            "trainer link at tcp://127.0.0.1:0, 1 rank(s)",
             "HTTP at http://127.0.0.1:8601",
             "run directory runs/quickstart",
         ]

@@ -71,9 +71,7 @@ class Record:
         for name in groups:
             env, _, number = name.split("/")
             low, above = resolved[env]
-            assert int(number) < low or int(number) in above, (
-                "a recorded group's task would be asked again"
-            )
+            assert int(number) < low or int(number) in above, "a recorded group's task would be asked again"
 
 
 def run_and_kill(run_dir: Path, seed: int, lines: int | None, record: Record) -> None:

@@ -98,7 +98,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def test_the_map_of_the_code_names_what_there_is() -> None:
-    """Every module in the table exists, and every module that exists is in the table or beside one that is."""
+    """Every module and package in the table exists."""
     rows = re.findall(r"^\| (`(?:orchestrator|envs)/[^|]+) \|", README, re.MULTILINE)
     assert len(rows) > 10
     for row in rows:

@@ -124,9 +124,20 @@ def start_server(tmp_path: Path, bind: str, environment: str = "Quick", **fields
     server_spec = ServerSpec(
         name="elsewhere", id=f"{MODULE}:{environment}", bind=bind, parent_pid=os.getpid(), **fields
     )
-    return ChildProcess(
+    server = ChildProcess(
         [sys.executable, "-m", "envs.server"],
         first_line=msgspec.json.encode(server_spec) + b"\n",
         log_path=tmp_path / "elsewhere.log",
         environ={**os.environ, "PYTHONPATH": str(ROOT)},
     )
+    _started.append(server)
+    return server
+
+
+_started: list[ChildProcess] = []
+
+
+async def stop_started() -> None:
+    """End what start_server started and the test, perhaps because it failed, did not stop."""
+    while _started:
+        await _started.pop().stop(grace_s=0)

@@ -24,10 +24,15 @@ from orchestrator.trainer import AsyncTrainerClient, TrainerClient, TrainingBatc
 
 
 class TrainerSpec(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """What a recording trainer does; `die_at` is a step, before or after whose acknowledgement it kills itself."""
+    """What a recording trainer does.
+
+    `die_at` is a step, before or after whose acknowledgement it kills itself. `trigger` is a file in which `arm` tells
+    it whom else to kill, and when.
+    """
 
     address: str
     record: str
+    trigger: str
     rank: int = 0
     world_size: int = 1
     think_s: float = 0.0
@@ -146,6 +151,21 @@ async def train_here(
                 await trainer.publish(batch.step)
 
 
+def arm(trigger: str, moment: str, pid: int) -> None:
+    """Have a trainer kill a process at the next moment of a kind: received, published, acknowledged."""
+    part = Path(f"{trigger}.part")
+    part.write_text(f"{moment} {pid}", encoding="utf-8")
+    part.replace(trigger)
+
+
+def _strike(trigger: Path, moment: str) -> None:
+    if trigger.exists():
+        wanted, pid = trigger.read_text(encoding="utf-8").split()
+        if wanted == moment:
+            trigger.unlink()
+            os.kill(int(pid), signal.SIGKILL)
+
+
 def _write(file: Any, line: dict[str, Any]) -> None:
     file.write(json.dumps(line) + "\n")
     file.flush()
@@ -154,18 +174,22 @@ def _write(file: Any, line: dict[str, Any]) -> None:
 
 def main(spec: TrainerSpec) -> None:
     """Train until there are no more batches."""
+    trigger = Path(spec.trigger)
     with (
         Path(spec.record).open("a", encoding="utf-8") as file,
         TrainerClient(spec.address, rank=spec.rank, world_size=spec.world_size, timeout_s=300.0) as trainer,
     ):
         while (batch := trainer.next_batch()) is not None:
+            _strike(trigger, "received")
             _write(file, describe(batch))
             time.sleep(spec.think_s)
             if spec.rank == 0:
                 trainer.publish(batch.step)
+                _strike(trigger, "published")
             if (batch.step, spec.die) == (spec.die_at, "before_ack"):
                 os.kill(os.getpid(), signal.SIGKILL)
             trainer.ack(batch.step)
+            _strike(trigger, "acknowledged")
             _write(file, {"acked": True, "step": batch.step, "rank": batch.rank})
             if (batch.step, spec.die) == (spec.die_at, "after_ack"):
                 os.kill(os.getpid(), signal.SIGKILL)

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +27,8 @@ class Quick(Environment):
     """Ends at once; its reward is the task's index."""
 
     def __init__(self, tasks: int = 1000, load_s: float = 0.0) -> None:
+        # As environments do that install signal handlers.
+        assert threading.current_thread() is threading.main_thread()
         self._tasks = tasks
         time.sleep(load_s)
 

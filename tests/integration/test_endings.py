@@ -184,7 +184,7 @@ async def test_a_full_disk_ends_the_run_and_loses_nothing_that_was_recorded(
     """Exit code 6 when a file cannot grow any more; with room again the run continues without a gap."""
     record = tmp_path / "rank-0.jsonl"
     config = config_file(tmp_path, policy, env("Dice"), trainer={"bind": f"ipc://{tmp_path}/trainer"})
-    spec = TrainerSpec(f"ipc://{tmp_path}/trainer", str(record))
+    spec = TrainerSpec(f"ipc://{tmp_path}/trainer", str(record), str(tmp_path / "trigger"))
     async with await TrainerProcess.start(spec):
         async with await Command.start("run", config, logs=tmp_path / "logs") as command:
             await until(

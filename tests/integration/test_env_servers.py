@@ -31,6 +31,7 @@ from tests.integration.env_servers import (
     result,
     spec,
     start_server,
+    stop_started,
     supervised,
     until,
 )
@@ -38,13 +39,12 @@ from tests.integration.server_envs import Bad, lines
 
 
 @pytest.fixture(autouse=True)
-async def nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[None]:
+async def nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[None]:
     """Every test ends with the processes and private directories that it began with."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    temporary = tmp_path / "tmp"
-    temporary.mkdir()
     before = children()
     yield
+    await stop_started()
     await until(lambda: children() <= before)
 
 
@@ -403,6 +403,18 @@ async def test_a_cancelled_request_is_not_answered_and_frees_its_room_once(
         await until(lambda: env.inflight == 0)
         assert [len(asked.ends[id(one)]) for one in requests] == [0, 1, 1, 1]
         assert not env.cancel(requests[1])
+
+
+async def test_whoever_waits_for_room_is_told_when_the_environment_shuts_down(
+    tmp_path: Path, gate: Path
+) -> None:
+    """Both what is in flight and what has not started ends, as retryable."""
+    env = Env(spec(tmp_path, "Gated", args={"gate": str(gate)}, capacity=1))
+    async with asyncio.TaskGroup() as group, env:
+        asking = [group.create_task(env.run_rollout(request(index))) for index in range(3)]
+        await until(lambda: env.inflight == 1)
+    ends = [failure(task.result()) for task in asking]
+    assert [(end.kind, end.retryable) for end in ends] == [("closed", True)] * 3
 
 
 async def test_a_frozen_environment_is_named_with_its_stack(tmp_path: Path) -> None:

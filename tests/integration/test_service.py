@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import sqlite3
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -101,6 +102,29 @@ async def test_a_run_continues_where_it_was_stopped(
         kept = [row.step for row in reader.batches() if row.kept]
         assert set(reader.counters()["dice"]) == {"finished", "batched"}
     assert len(kept) <= config.trainer.keep_batches + 2, "the journal must not grow with the run"
+
+
+async def test_a_batch_is_served_only_once_it_is_on_disk(
+    tmp_path: Path, policy: str, record: TrainerRecord
+) -> None:
+    """While the disk keeps the journal waiting, a batch that is formed is not given to a trainer that waits for it."""
+    gate = tmp_path / "gate"
+    config = make_config(tmp_path / "run", policy, [env("Gated", args={"gate": str(gate)})])
+    async with running_service(config) as running, asyncio.TaskGroup() as group:
+        training = group.create_task(train_here(running.address, record))
+        await until(lambda: any(rank.waiting for rank in running.service.server.ranks))
+        await running.service.journal.flush()
+        database = sqlite3.connect(tmp_path / "run" / "journal" / "journal.sqlite3", isolation_level=None)
+        try:
+            # Nobody else can write now.
+            database.execute("BEGIN IMMEDIATE")
+            gate.touch()
+            await until(lambda: running.service.run.staleness.formed == 2)
+            assert running.service.server.last_step == 0
+        finally:
+            database.close()
+        await until(lambda: record.last_step >= 2)
+        training.cancel()
 
 
 async def test_a_fresh_run_starts_over_and_keeps_the_old_journal(

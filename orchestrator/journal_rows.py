@@ -1,0 +1,69 @@
+"""Rows of the journal's tables: what a group and a batch look like in them, and how many are inserted at once.
+
+Pure but for `insert_rows`. The columns are documented in docs/journal.md.
+"""
+
+import sqlite3
+
+import numpy as np
+
+from orchestrator.group import Batch, Group
+from orchestrator.journal_payloads import Place
+
+GROUP_COLUMNS = (
+    "id, env, split, position, part, task_index, epoch, version, version_end, rollouts, sequences, tokens, reward,"
+    " finished_at, segment, offset, bytes, transcript_bytes, codec, checksum"
+)
+_ROWS_PER_STATEMENT = 64
+
+
+def group_row(group: Group, place: Place, now: float) -> tuple[object, ...]:
+    """The values of GROUP_COLUMNS."""
+    task = group.task
+    return (
+        group.id,
+        task.env,
+        task.split,
+        task.position,
+        group.part,
+        task.index,
+        task.epoch,
+        group.version,
+        group.version_end,
+        group.rollouts,
+        group.size,
+        len(group.tokens),
+        float(np.add.reduce(group.rewards)) / max(group.size, 1),
+        now,
+        place.segment,
+        place.offset,
+        place.bytes,
+        len(group.transcript),
+        place.codec,
+        place.checksum,
+    )
+
+
+def insert_rows(connection: sqlite3.Connection, into: str, rows: list[tuple[object, ...]]) -> None:
+    """Insert and forget the rows."""
+    for start in range(0, len(rows), _ROWS_PER_STATEMENT):
+        some = rows[start : start + _ROWS_PER_STATEMENT]
+        one = f"({', '.join('?' * len(some[0]))})"
+        connection.execute(
+            f"{into} VALUES {', '.join([one] * len(some))}", [value for row in some for value in row]
+        )
+    rows.clear()
+
+
+def shares_of(batch: Batch) -> dict[str, dict[str, float]]:
+    """What each env has in a batch."""
+    shares: dict[str, dict[str, float]] = {}
+    for group in batch.groups:
+        share = shares.setdefault(group.env, {"groups": 0, "sequences": 0, "tokens": 0, "reward": 0.0})
+        share["groups"] += 1
+        share["sequences"] += group.size
+        share["tokens"] += len(group.tokens)
+        share["reward"] += float(np.add.reduce(group.rewards))
+    for share in shares.values():
+        share["reward"] /= share["sequences"]
+    return shares
