@@ -1,6 +1,7 @@
 """An environment that only waits: it shows what the orchestrator itself costs."""
 
 import asyncio
+import random
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ class _Endless:
 
 
 class Sleepy(Environment):
-    """Every rollout takes `latency_s` and yields `tokens` tokens, without asking the model."""
+    """Every rollout takes `latency_s`, give or take half of it, and yields `tokens` tokens, without asking the model."""
 
     def __init__(self, latency_s: float = 0.05, tokens: int = 64) -> None:
         self._latency_s = latency_s
@@ -26,6 +27,6 @@ class Sleepy(Environment):
         return _Endless()
 
     async def rollout(self, task: Task, model: Model) -> Rollout:
-        await asyncio.sleep(self._latency_s)
+        await asyncio.sleep(self._latency_s * random.uniform(0.5, 1.5))
         reward = float(task["index"] % 2)
         return Rollout(sequences=[Sequence(self._tokens, self._mask, self._logprobs)], reward=reward)

@@ -19,6 +19,7 @@ import uvloop
 from benchmarks.frame import Figure
 from orchestrator.config import Config
 from orchestrator.config.sections import InferenceConfig
+from orchestrator.health import calm_garbage_collector
 from orchestrator.local.children import LocalChildren
 from orchestrator.service import Service, start_service
 
@@ -122,6 +123,7 @@ async def _measure(config: Config, warm_s: float, for_s: float) -> Measured:
             trainer = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", "benchmarks._trainer", service.server.address
             )
+            calm_garbage_collector()
             try:
                 await service.serve(_observe(service, warm_s, for_s, result))
             finally:

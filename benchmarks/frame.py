@@ -55,5 +55,7 @@ def print_figures(name: str, figures: Sequence[Figure], console: Console) -> Non
         peer = "" if figure.peer is None else f"{figure.peer:.4g} {figure.peer_name}".strip()
         ratio = "" if not figure.peer else f"{figure.ours / figure.peer:.2f}×"
         met = {True: "yes", False: "no", None: ""}[figure.met]
-        table.add_row(figure.what, f"{figure.ours:.4g} {figure.unit}", figure.spread, peer, ratio, figure.goal, met)
+        table.add_row(
+            figure.what, f"{figure.ours:.4g} {figure.unit}", figure.spread, peer, ratio, figure.goal, met
+        )
     console.print(table)

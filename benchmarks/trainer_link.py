@@ -14,8 +14,8 @@ import numpy as np
 import zmq
 
 from benchmarks.frame import Figure, median_and_spread
-from orchestrator.batch_server import BatchServer
 from orchestrator.group import Batch, Group, TrainTask
+from orchestrator.serving.server import BatchServer
 from orchestrator.trainer import TrainerClient
 
 SEQUENCES = 1024

@@ -30,7 +30,7 @@ from orchestrator.inference import (
 )
 from orchestrator.mix import EnvShare, build_mix, mix_targets
 from orchestrator.scoring import build_advantage
-from orchestrator.supervision import RestartPolicy
+from orchestrator.servers.supervision import RestartPolicy
 
 
 def verify(config: Config) -> None:
@@ -106,6 +106,7 @@ def _env_spec(
         capacity=section.capacity,
         ready_timeout_s=section.ready_timeout_s,
         silence_timeout_s=section.silence_timeout_s,
+        reconnect_timeout_s=section.reconnect_timeout_s,
         restart=RestartPolicy(max_restarts=section.max_restarts, window_s=section.restart_window_s),
         keys=keys,
         insecure=section.insecure,

@@ -17,10 +17,10 @@ import zmq
 
 from envs import wire
 from orchestrator.errors import EnvError
-from orchestrator.launching import EnvSpec, ServerLauncher
-from orchestrator.link import Link, LinkState
-from orchestrator.runs import OnDone, RunFailure, RunOutcome, RunRequest, RunResult
-from orchestrator.supervision import STOP_GRACE_S, RestartPolicy, ServerSlot
+from orchestrator.servers.launching import EnvSpec, ServerLauncher
+from orchestrator.servers.link import Link, LinkState
+from orchestrator.servers.runs import OnDone, RunFailure, RunOutcome, RunRequest, RunResult
+from orchestrator.servers.supervision import STOP_GRACE_S, RestartPolicy, ServerSlot
 
 __all__ = [
     "Env",

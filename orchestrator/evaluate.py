@@ -125,7 +125,10 @@ async def _evaluate(config: Config) -> list[dict[str, Any]]:
         pool.on_change = driver.wake
         for env in envs.values():
             env.on_free = driver.wake
-        parts = [asyncio.create_task(part) for part in (driver.run(), pool.run(), envs.run(), children.watch_server())]
+        parts = [
+            asyncio.create_task(part)
+            for part in (driver.run(), pool.run(), envs.run(), children.watch_server())
+        ]
         await _until(sink.done, parts)
         return evals.results
 

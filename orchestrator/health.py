@@ -1,6 +1,7 @@
 """How the process itself is doing: the event loop's lag, and whether anything still moves."""
 
 import asyncio
+import gc
 import time
 from collections import deque
 from collections.abc import Callable
@@ -15,6 +16,16 @@ log = structlog.get_logger()
 _SAMPLE_S = 0.05
 _SAMPLES = 1200
 """One minute of samples."""
+
+
+def calm_garbage_collector() -> None:
+    """Keep full collections off the event loop: with 65,536 rollouts in flight one takes 0.3 s.
+
+    What dispatch makes is freed by reference counting; what is left to the collector are the rare cycles of libraries.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 100)
 
 
 class LoopLag:

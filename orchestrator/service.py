@@ -20,7 +20,6 @@ from typing import Any
 import structlog
 
 from orchestrator import blueprint
-from orchestrator.batch_server import BatchServer
 from orchestrator.config import Config
 from orchestrator.env import EvalEnvs, TrainEnvs, side_by_side
 from orchestrator.errors import JournalError, OrchestratorError
@@ -31,7 +30,8 @@ from orchestrator.journal import Journal
 from orchestrator.local.children import LocalChildren
 from orchestrator.metrics import render_metrics
 from orchestrator.run import Run
-from orchestrator.version_watcher import VersionWatcher
+from orchestrator.serving.server import BatchServer
+from orchestrator.serving.versions import VersionWatcher
 from orchestrator.wiring import (
     build_batch_server,
     build_run,

@@ -14,7 +14,6 @@ import structlog
 
 from orchestrator import blueprint
 from orchestrator.assembly import Assembly
-from orchestrator.batch_server import BatchServer
 from orchestrator.config import Config
 from orchestrator.dispatch.core import DispatchCore
 from orchestrator.dispatch.driver import Driver
@@ -30,6 +29,7 @@ from orchestrator.journal import Journal, JournalReader, Recovered
 from orchestrator.mix import build_mix
 from orchestrator.run import Run
 from orchestrator.scoring import build_advantage
+from orchestrator.serving.server import BatchServer
 from orchestrator.source import SourceEnv, TrainSource
 
 log = structlog.get_logger()
@@ -46,6 +46,8 @@ def open_journal(config: Config, fresh: bool, failed: asyncio.Future[JournalErro
         commit_bytes=config.journal.commit_bytes,
         keep_batches=config.trainer.keep_batches,
         compress=config.journal.compress_level,
+        fsync=config.journal.fsync,
+        max_backlog_bytes=config.journal.max_backlog_bytes,
         fresh=fresh,
         on_error=on_error,
     )

@@ -14,9 +14,9 @@ from envs import wire
 from envs.curve import off_loopback
 from orchestrator.env import Env, EnvSpec, EvalEnv, NoRoomError, TrainEnv, TrainEnvs, side_by_side
 from orchestrator.errors import EnvError, EnvLostError, EnvProtocolError, EnvStartupError
-from orchestrator.launching import PrivateDirectory, ServerLauncher
-from orchestrator.runs import RunRequest
-from orchestrator.supervision import RestartBudget, RestartPolicy
+from orchestrator.servers.launching import PrivateDirectory, ServerLauncher
+from orchestrator.servers.runs import RunRequest
+from orchestrator.servers.supervision import RestartBudget, RestartPolicy
 
 
 def test_restarts_pause_twice_as_long_each_time_until_the_budget_is_used_up() -> None:
@@ -118,7 +118,7 @@ def test_a_private_directory_is_private_and_swept_only_when_its_owner_is_gone(
 ) -> None:
     """What a killed orchestrator left behind is removed by the next one; what a living one uses is not."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr("orchestrator.launching._TEMP_PATH_BYTES", 10_000)
+    monkeypatch.setattr("orchestrator.servers.launching._TEMP_PATH_BYTES", 10_000)
     living = PrivateDirectory()
     assert stat.S_IMODE(living.path.stat().st_mode) == 0o700
     left = tmp_path / "envs-left"

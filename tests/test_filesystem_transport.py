@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.errors import TrainerLinkError
-from orchestrator.filesystem_transport import (
+from orchestrator.trainer.filesystem import (
     FileChannel,
     FileLink,
     directory_of,

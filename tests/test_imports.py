@@ -26,7 +26,7 @@ CORE = [
     "orchestrator.evals",
     "orchestrator.group",
     "orchestrator.mix",
-    "orchestrator.partition",
+    "orchestrator.trainer.partition",
     "orchestrator.scoring",
     "orchestrator.simulate",
     "orchestrator.source",

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.journal_reader import JournalReader
-from orchestrator.journal_store import JournalStore
+from orchestrator.journal.reader import JournalReader
+from orchestrator.journal.store import JournalStore
 from tests.journal_groups import facts, make_batch, make_group
 
 SEGMENT_BYTES = 8 * 1024

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from orchestrator.errors import JournalError
-from orchestrator.journal_store import JournalStore
-from orchestrator.journal_writer import JournalWriter
+from orchestrator.journal.store import JournalStore
+from orchestrator.journal.writer import JournalWriter
 from tests.waiting import until
 
 

@@ -15,8 +15,8 @@ import zmq
 
 from envs import wire
 from envs.drained import DrainedSocket
-from orchestrator.link import Link, LinkState
-from orchestrator.runs import RunFailure, RunOutcome, RunRequest, RunResult
+from orchestrator.servers.link import Link, LinkState
+from orchestrator.servers.runs import RunFailure, RunOutcome, RunRequest, RunResult
 from tests.test_wire import rollout
 
 HELLO = wire.Hello(wire.PROTOCOL, "me", "e", "m", {})

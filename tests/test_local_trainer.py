@@ -11,13 +11,13 @@ from typing import cast
 
 import numpy as np
 
-from orchestrator.batch_server import BatchServer
 from orchestrator.group import Batch, Group, TrainTask
 from orchestrator.local.policy import Policy, load_policy
 from orchestrator.local.tokenizer import END, apply_chat_template, encode
 from orchestrator.local.trainer import Checkpoints, TrainerSpec, train
+from orchestrator.serving.server import BatchServer
 from orchestrator.trainer import TrainerClient, TrainingBatch
-from orchestrator.training_batch import decode_batch, encode_batch
+from orchestrator.trainer.batch import decode_batch, encode_batch
 
 
 def make_batch(step: int) -> Batch:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.partition import partition
+from orchestrator.trainer.partition import partition
 
 
 @given(st.integers(1, 9), st.integers(0, 12), st.data())

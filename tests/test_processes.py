@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.processes import ChildProcess, describe_exit
+from orchestrator.servers.processes import ChildProcess, describe_exit
 from tests.integration.env_servers import alive, until
 
 

@@ -109,7 +109,9 @@ def test_variance_ignores_rounding() -> None:
 
 @given(
     st.lists(
-        st.lists(st.dictionaries(st.text(max_size=3), st.integers(-1000, 1000)), max_size=40), min_size=1, max_size=5
+        st.lists(st.dictionaries(st.text(max_size=3), st.integers(-1000, 1000)), max_size=40),
+        min_size=1,
+        max_size=5,
     )
 )
 def test_transcripts_are_joined_without_decoding(parts: list[list[dict[str, int]]]) -> None:

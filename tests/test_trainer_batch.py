@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.group import Batch
-from orchestrator.trainer_protocol import ProtocolError
-from orchestrator.training_batch import TrainingBatch, decode_batch, encode_batch
+from orchestrator.trainer.batch import TrainingBatch, decode_batch, encode_batch
+from orchestrator.trainer.protocol import ProtocolError
 from tests.journal_groups import make_batch, make_group
 
 

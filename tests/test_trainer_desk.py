@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from orchestrator.batch_desk import BatchDesk
 from orchestrator.group import Batch
-from orchestrator.trainer_protocol import (
+from orchestrator.serving.desk import BatchDesk
+from orchestrator.trainer.protocol import (
     PROTOCOL,
     Ack,
     Done,

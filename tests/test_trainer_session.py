@@ -3,7 +3,7 @@
 import pytest
 
 from orchestrator.errors import TrainerLinkError
-from orchestrator.trainer_protocol import (
+from orchestrator.trainer.protocol import (
     PROTOCOL,
     Ack,
     Join,
@@ -19,7 +19,7 @@ from orchestrator.trainer_protocol import (
     decode_to_server,
     encode,
 )
-from orchestrator.trainer_session import Reply, TrainerSession
+from orchestrator.trainer.session import Reply, TrainerSession
 
 WELCOME = Welcome(PROTOCOL, run="r", world_size=2, after=0, version=0)
 

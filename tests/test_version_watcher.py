@@ -5,7 +5,7 @@ from pathlib import Path
 
 from structlog.testing import capture_logs
 
-from orchestrator.version_watcher import VersionWatcher, newest_stable
+from orchestrator.serving.versions import VersionWatcher, newest_stable
 
 
 def make_version(directory: Path, number: int, *, stable: bool = True) -> None:

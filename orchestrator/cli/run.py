@@ -86,6 +86,7 @@ async def _run(config: Config, *, fresh: bool) -> int:
     import structlog
 
     from envs.logs import configure_logging
+    from orchestrator.health import calm_garbage_collector
     from orchestrator.progress import print_summary, show_progress
     from orchestrator.service import start_service
 
@@ -103,6 +104,7 @@ async def _run(config: Config, *, fresh: bool) -> int:
     try:
         async with start_service(config, fresh=fresh) as service:
             signals.attach(service)
+            calm_garbage_collector()
             beside = [show_progress(service.run.status, console)] if display else []
             end = await service.serve(*beside)
             summary = await service.finish(end)

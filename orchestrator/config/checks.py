@@ -195,6 +195,11 @@ def _exposure(data: Mapping[str, Any]) -> Iterator[Problem]:
         )
     for table in ("train", "eval"):
         for position, env in enumerate(_envs(data, table)):
+            if env.get("server_key_file") and not env.get("secret_key_file"):
+                yield (
+                    f"{table}.env[{position}].server_key_file",
+                    "needs secret_key_file too, the key of this side",
+                )
             for address in env.get("addresses") or []:
                 open_wire = isinstance(address, str) and not is_loopback(address)
                 if open_wire and not env.get("server_key_file") and not env.get("insecure"):

@@ -114,6 +114,8 @@ class EnvSection(Section):
     """How long a server may take to load its environment."""
     silence_timeout_s: Seconds = 30
     """A server that does not answer for this long is restarted."""
+    reconnect_timeout_s: Seconds = 600
+    """How long a server that runs elsewhere may be away."""
     max_restarts: Annotated[int, Field(ge=0)] = 5
     """Restarts of one server within restart_window_s before the environment counts as lost."""
     restart_window_s: Seconds = 600
@@ -270,6 +272,10 @@ class JournalConfig(Section):
     """Longest time a finished group waits for the disk."""
     commit_bytes: Positive = 8 * 1024 * 1024
     """A commit is made earlier when this much waits."""
+    max_backlog_bytes: Positive = 512 * 1024 * 1024
+    """Dispatch pauses while more than this waits for the disk."""
+    fsync: bool = True
+    """Bring batches and acknowledgements to disk before the trainer relies on them; false survives kill -9 only."""
     compress_level: Annotated[int, Field(ge=0, le=9)] = 0
     """zlib level of payloads; 0 stores them raw."""
 

@@ -102,6 +102,7 @@ class Driver:
                         self._start(attempt)
                     case Cancel(attempt):
                         self._envs[attempt.group.lane, attempt.group.env].cancel(attempt.request)
+                        attempt.request = None
                     case GroupCompleted(group):
                         self._sink.completed(group, now)
                         group.results.clear()

@@ -12,7 +12,7 @@ import msgspec
 from orchestrator.errors import OrchestratorError, TrainerLinkError
 from orchestrator.local.server import ServerSpec, reserve_port
 from orchestrator.local.trainer import TrainerSpec
-from orchestrator.processes import ChildProcess, describe_exit
+from orchestrator.servers.processes import ChildProcess, describe_exit
 
 
 class LocalChildren:

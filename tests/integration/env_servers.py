@@ -13,7 +13,7 @@ import msgspec
 
 from envs.server import ServerSpec
 from orchestrator.env import Env, EnvSpec, RunFailure, RunOutcome, RunRequest, RunResult
-from orchestrator.processes import ChildProcess
+from orchestrator.servers.processes import ChildProcess
 
 ROOT = Path(__file__).parent.parent.parent
 MODULE = "tests.integration.server_envs"

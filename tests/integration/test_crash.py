@@ -24,7 +24,7 @@ from envs.server import ServerSpec
 from orchestrator.journal import JournalReader, Recovered
 from orchestrator.local.server import run_policy_server
 from orchestrator.mix import build_mix
-from orchestrator.processes import ChildProcess
+from orchestrator.servers.processes import ChildProcess
 from orchestrator.source import SourceEnv, TrainSource
 from tests.integration.env_servers import ROOT, until
 from tests.integration.recording_trainer import TrainerRecord, TrainerSpec, arm, read_records

@@ -12,9 +12,9 @@ import zmq
 from structlog.testing import capture_logs
 
 from envs.curve import ServerKeys, generate_pair
-from orchestrator.batch_server import BatchServer
 from orchestrator.errors import TrainerLinkError
 from orchestrator.journal import Journal
+from orchestrator.serving.server import BatchServer
 from orchestrator.trainer import AsyncTrainerClient, TrainerClient
 from tests.journal_groups import make_batch
 from tests.trainer_victim import digest

@@ -19,8 +19,8 @@ import structlog
 
 from envs import wire
 from orchestrator.errors import EnvError, EnvLostError, EnvProtocolError, EnvStartupError
-from orchestrator.link import Link, LinkListener
-from orchestrator.processes import ChildProcess, describe_exit
+from orchestrator.servers.link import Link, LinkListener
+from orchestrator.servers.processes import ChildProcess, describe_exit
 
 log = structlog.get_logger()
 

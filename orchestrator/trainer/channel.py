@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import zmq
 
 from orchestrator.errors import TrainerLinkError
-from orchestrator.filesystem_transport import SCHEME, FileChannel
+from orchestrator.trainer.filesystem import SCHEME, FileChannel
 
 _LINGER_MS = 1000
 

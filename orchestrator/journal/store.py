@@ -17,7 +17,7 @@ from typing import Any
 
 from orchestrator.errors import JournalError
 from orchestrator.group import Batch, Group
-from orchestrator.journal_payloads import (
+from orchestrator.journal.payloads import (
     SEGMENT_BYTES,
     DamagedPayloadError,
     PayloadWriter,
@@ -25,8 +25,8 @@ from orchestrator.journal_payloads import (
     parts_of,
     segments_in,
 )
-from orchestrator.journal_rows import GROUP_COLUMNS, group_row, insert_rows, shares_of
-from orchestrator.journal_schema import DATABASE, DIRECTORY, PAYLOADS, open_for_writing
+from orchestrator.journal.rows import GROUP_COLUMNS, group_row, insert_rows, shares_of
+from orchestrator.journal.schema import DATABASE, DIRECTORY, PAYLOADS, open_for_writing
 
 CHECKPOINT_BYTES = 16 * 1024 * 1024
 """Size of the WAL at which it is folded into the database."""

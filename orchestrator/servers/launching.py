@@ -30,9 +30,9 @@ from envs.logs import LogFormat
 from envs.server import ServerSpec
 from envs.sessions import canonical_id
 from orchestrator.errors import EnvError, EnvProtocolError
-from orchestrator.link import Link, LinkListener
-from orchestrator.processes import ChildProcess
-from orchestrator.supervision import RestartPolicy
+from orchestrator.servers.link import Link, LinkListener
+from orchestrator.servers.processes import ChildProcess
+from orchestrator.servers.supervision import RestartPolicy
 
 log = structlog.get_logger()
 

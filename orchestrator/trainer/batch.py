@@ -15,8 +15,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from orchestrator.partition import partition
-from orchestrator.trainer_protocol import ProtocolError
+from orchestrator.trainer.partition import partition
+from orchestrator.trainer.protocol import ProtocolError
 
 if TYPE_CHECKING:
     # Only the service has groups; a trainer must not need what they import.

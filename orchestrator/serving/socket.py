@@ -13,7 +13,7 @@ import zmq
 
 from envs.curve import Gatekeeper, ServerKeys, secure_server
 from orchestrator.errors import TrainerLinkError
-from orchestrator.trainer_protocol import Pong, encode
+from orchestrator.trainer.protocol import Pong, encode
 
 _MESSAGES_PER_TURN = 64
 _LINGER_MS = 2000

@@ -8,7 +8,7 @@ import sqlite3
 import numpy as np
 
 from orchestrator.group import Batch, Group
-from orchestrator.journal_payloads import Place
+from orchestrator.journal.payloads import Place
 
 GROUP_COLUMNS = (
     "id, env, split, position, part, task_index, epoch, version, version_end, rollouts, sequences, tokens, reward,"

@@ -22,7 +22,7 @@ import zmq
 from envs import wire
 from envs.curve import ClientKeys, secure_client
 from envs.drained import DrainedSocket
-from orchestrator.runs import OnDone, RunFailure, RunOutcome, RunRequest, RunResult
+from orchestrator.servers.runs import OnDone, RunFailure, RunOutcome, RunRequest, RunResult
 
 log = structlog.get_logger()
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import structlog
 
-from orchestrator.trainer_protocol import PROTOCOL, Join, Refused, ToTrainer
+from orchestrator.trainer.protocol import PROTOCOL, Join, Refused, ToTrainer
 
 log = structlog.get_logger("trainer")
 

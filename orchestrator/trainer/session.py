@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from orchestrator.errors import TrainerLinkError
-from orchestrator.trainer_protocol import (
+from orchestrator.trainer.protocol import (
     PROTOCOL,
     Answer,
     Finished,

@@ -14,8 +14,8 @@ from typing import Any, ClassVar, Self
 
 from orchestrator.errors import JournalError
 from orchestrator.group import Batch, Group, TrainTask
-from orchestrator.journal_payloads import DamagedPayloadError, Place, group_from, read_payload
-from orchestrator.journal_schema import DATABASE, DIRECTORY, PAYLOADS, open_for_reading
+from orchestrator.journal.payloads import DamagedPayloadError, Place, group_from, read_payload
+from orchestrator.journal.schema import DATABASE, DIRECTORY, PAYLOADS, open_for_reading
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,12 +23,10 @@ from typing import IO, Any, Self
 
 from orchestrator.errors import JournalError
 from orchestrator.group import Batch, Group
-from orchestrator.journal_reader import BatchRow, GroupRow, JournalReader, Recovered
-from orchestrator.journal_schema import lock_run_dir, move_aside
-from orchestrator.journal_store import JournalStore
-from orchestrator.journal_writer import JournalWriter
-
-__all__ = ["BatchRow", "GroupRow", "Journal", "JournalReader", "Recovered"]
+from orchestrator.journal.reader import JournalReader, Recovered
+from orchestrator.journal.schema import lock_run_dir, move_aside
+from orchestrator.journal.store import JournalStore
+from orchestrator.journal.writer import JournalWriter
 
 _ROW_BYTES = 256
 """What a record without arrays counts for in the backlog."""

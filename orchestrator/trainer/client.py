@@ -17,8 +17,9 @@ from types import TracebackType
 from typing import Self, TypeVar
 
 from orchestrator.errors import TrainerLinkError
-from orchestrator.trainer_channel import Channel, open_channel
-from orchestrator.trainer_protocol import (
+from orchestrator.trainer.batch import TrainingBatch, decode_batch
+from orchestrator.trainer.channel import Channel, open_channel
+from orchestrator.trainer.protocol import (
     Ack,
     Done,
     Finished,
@@ -31,10 +32,7 @@ from orchestrator.trainer_protocol import (
     Request,
     Served,
 )
-from orchestrator.trainer_session import Reply, TrainerSession
-from orchestrator.training_batch import TrainingBatch, TrainingSequence, decode_batch
-
-__all__ = ["AsyncTrainerClient", "TrainerClient", "TrainerLinkError", "TrainingBatch", "TrainingSequence"]
+from orchestrator.trainer.session import Reply, TrainerSession
 
 T = TypeVar("T")
 Waiting = Generator[float, None, T]

@@ -14,13 +14,13 @@ from typing import Any, Protocol, Self
 import structlog
 
 from envs.curve import ServerKeys
-from orchestrator.batch_desk import BatchDesk, RankStatus
-from orchestrator.batch_socket import BatchSocket
 from orchestrator.errors import JournalError
-from orchestrator.filesystem_transport import SCHEME, FileLink
 from orchestrator.group import Batch
-from orchestrator.trainer_protocol import Missing, Served, ToTrainer, encode
-from orchestrator.training_batch import encode_batch
+from orchestrator.serving.desk import BatchDesk, RankStatus
+from orchestrator.serving.socket import BatchSocket
+from orchestrator.trainer.batch import encode_batch
+from orchestrator.trainer.filesystem import SCHEME, FileLink
+from orchestrator.trainer.protocol import Missing, Served, ToTrainer, encode
 
 log = structlog.get_logger("trainer")
 

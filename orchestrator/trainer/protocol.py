@@ -1,7 +1,7 @@
 """What the service and a trainer say to each other.
 
 A message is a list of frames: one msgpack header (a tagged map, `type` names it) and, for `served`, the frames of
-the batch behind it (see `training_batch`). Requests carry an id that the answer repeats; every request may be
+the batch behind it (see `batch`). Requests carry an id that the answer repeats; every request may be
 sent again, and an answer means that the service has recorded what it says. The trainer is a DEALER, the service a
 ROUTER; a connection starts with `join`, which carries the protocol's version.
 

@@ -14,9 +14,9 @@ from typing import Any, Protocol
 
 import structlog
 
-from orchestrator.batch_ranks import Rank, Ranks
 from orchestrator.group import Batch
-from orchestrator.trainer_protocol import (
+from orchestrator.serving.ranks import Rank, Ranks
+from orchestrator.trainer.protocol import (
     PROTOCOL,
     Ack,
     Done,

@@ -14,8 +14,8 @@ from collections.abc import Callable
 from typing import Any
 
 from orchestrator.errors import JournalError
-from orchestrator.journal_payloads import DamagedPayloadError
-from orchestrator.journal_store import JournalStore
+from orchestrator.journal.payloads import DamagedPayloadError
+from orchestrator.journal.store import JournalStore
 
 Apply = Callable[[JournalStore], None]
 """A record: what it does to the store."""
