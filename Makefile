@@ -11,7 +11,7 @@ HAVE_PYTHON = $(PYTHON) $(NEW_ENOUGH) 2>/dev/null || { echo "Python 3.11 or newe
 $$($(PYTHON) --version 2>/dev/null || echo not there); name another one: PYTHON=python3.12" >&2; exit 1; }
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-slow test-vllm check format bench docs lock clean
+.PHONY: help setup run test test-slow crash test-vllm adapters check format bench docs lock clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' Makefile
@@ -21,11 +21,14 @@ setup: $(READY) ## make .venv and install everything into it
 run: $(READY) ## run the whole loop on this machine, from the start (configs/quickstart.toml)
 	$(BIN)/orchestrator run configs/quickstart.toml --fresh
 
-test: $(READY) ## run the tests, without the slow ones
+test: $(READY) adapters ## run the tests, without the slow ones
 	$(BIN)/python -m pytest -m "not slow and not vllm"
 
-test-slow: $(READY) ## run the tests that take longer than a few seconds each
+test-slow: $(READY) adapters ## run the tests that take longer than a few seconds each
 	$(BIN)/python -m pytest -m "slow and not vllm" --timeout 600
+
+crash: $(READY) ## kill the orchestrator hundreds of times and prove that nothing was lost or repeated
+	CRASH_SEEDS=10 $(BIN)/python -m pytest -m slow tests/integration/test_crash.py --timeout 3600
 
 test-vllm: $(READY) ## run the tests against a real vLLM, which is installed first (3.4 GB)
 	$(BIN)/python -m pytest -m vllm tests/vllm
@@ -39,8 +42,11 @@ format: $(READY) ## format the code, and fix what the linter can
 	$(BIN)/ruff check --fix $(PACKAGES)
 	$(BIN)/ruff format $(PACKAGES)
 
-bench: $(READY) ## print every figure; ONLY=name for one benchmark
+bench: $(READY) adapters ## print every figure; ONLY=name for one benchmark
 	$(BIN)/python -m benchmarks $(ONLY)
+
+adapters: $(READY) # virtualenvs with the libraries that environments are adapted from; quick when they are there
+	@PYTHON=$(BIN)/python tests/adapters/setup_venvs || echo "tests of what could not be installed will be skipped"
 
 docs: $(READY) ## write docs/configuration.md from the configuration's docstrings
 	$(BIN)/python -m orchestrator.config.reference docs/configuration.md
@@ -53,7 +59,7 @@ lock: ## write constraints.txt anew, from the newest versions that pyproject.tom
 	mv build/constraints.txt constraints.txt
 
 clean: ## remove .venv, caches and build products; runs/ stays
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-* build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find $(PACKAGES) -type d -name __pycache__ -prune -exec rm -rf {} +
 
 # The stamp is the last thing written: an interrupted set-up is taken up again. An interpreter that is gone or too old

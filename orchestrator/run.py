@@ -70,6 +70,8 @@ class Run:
         self.state = "starting"
         self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         """Why the run ends, once it does."""
+        self.acknowledged = 0
+        """Last step that every rank is done with; it may be trained on, and its version published, before."""
         self.weights_path: str | None = None
         self._clock = clock
         self._update_failed = False
@@ -88,13 +90,14 @@ class Run:
 
     def on_ack(self, step: int) -> None:
         """Every rank is done with a batch."""
+        self.acknowledged = max(self.acknowledged, step)
         self.journal.record_acknowledged(step)
         self._trained(step)
         self.end_if_complete()
 
     def end_if_complete(self) -> None:
-        """End once every step is trained on, the last version is loaded and its evaluations are done."""
-        if self.max_steps is None or self.staleness.trained < self.max_steps:
+        """End once every step is acknowledged, the last version is loaded and its evaluations are done."""
+        if self.max_steps is None or self.acknowledged < self.max_steps:
             return
         updating = self.staleness.serving != self.staleness.published and not self._update_failed
         if not self.evals.active and not updating:

@@ -167,6 +167,7 @@ def restore(run: Run, *, source: TrainSource, recovered: Recovered, weights: dic
     # A version is published before its step is acknowledged, so more steps may be trained on than acknowledged.
     trained = max(recovered.last_acknowledged, min(weights["trained"], recovered.last_step))
     run.staleness.load_state_dict(weights, formed=recovered.last_step, trained=trained)
+    run.acknowledged = recovered.last_acknowledged
     run.weights_path = weights["path"]
     with JournalReader(run.run_dir) as reader:
         run.restore_evals(reader.evals())
