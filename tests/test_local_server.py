@@ -56,7 +56,7 @@ class Client:
 
 @pytest.fixture
 async def client() -> AsyncIterator[Client]:
-    async with run_policy_server() as base_url, aiohttp.ClientSession() as session:
+    async with serve(ServerSpec(max_model_len=2048)) as base_url, aiohttp.ClientSession() as session:
         yield Client(base_url, session)
 
 

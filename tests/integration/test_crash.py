@@ -317,7 +317,7 @@ async def test_a_trainer_may_die_together_with_the_orchestrator(tmp_path: Path) 
     """Both sides killed at the same moment, several times: each begins again where the records meet."""
     rng = random.Random(5)
     async with world(tmp_path) as one:
-        for _ in range(3):
+        for _ in range(2):
             before = one.record().last_step
             async with one.trainers(), await one.start() as command:
                 await one.trained(command, before + rng.randrange(2, 6))
