@@ -64,16 +64,15 @@ async def test_the_trainer_ends_the_run(tmp_path: Path, policy: str) -> None:
 async def test_a_run_ends_only_when_its_last_step_is_acknowledged(tmp_path: Path, policy: str) -> None:
     """A trainer that has published its last version may take its time before it is done with the batch."""
     config = make_config(tmp_path / "run", policy, [env("Dice")], max_steps=1)
-    async with running_service(config) as running:
-        async with AsyncTrainerClient(running.address) as trainer:
-            assert await trainer.next_batch() is not None
-            await trainer.publish(1)
-            await until(lambda: running.service.run.staleness.serving == 1)
-            # Nothing tells that a run goes on, so it is given the time to end wrongly.
-            ended, _ = await asyncio.wait([running.serving], timeout=0.5)
-            assert not ended
-            await trainer.ack(1)
-            assert await running.wait_end() == "max_steps reached"
+    async with running_service(config) as running, AsyncTrainerClient(running.address) as trainer:
+        assert await trainer.next_batch() is not None
+        await trainer.publish(1)
+        await until(lambda: running.service.run.staleness.serving == 1)
+        # Nothing tells that a run goes on, so it is given the time to end wrongly.
+        ended, _ = await asyncio.wait([running.serving], timeout=0.5)
+        assert not ended
+        await trainer.ack(1)
+        assert await running.wait_end() == "max_steps reached"
 
 
 async def asked_order(tmp_path: Path, policy: str, name: str, seed: int) -> dict[str, list[int]]:
