@@ -51,23 +51,24 @@ async def run_failing(tmp_path: Path, config: Path, *overrides: str) -> tuple[in
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 async def test_one_signal_drains_and_saves(tmp_path: Path, policy: str, number: signal.Signals) -> None:
     """What is in flight may end and is recorded, the exit code says which signal, and the run can be continued."""
-    gate = tmp_path / "gate"
+    gate, asked = tmp_path / "gate", tmp_path / "asked"
     config = config_file(
         tmp_path,
         policy,
-        env("Gated", args={"gate": str(gate)}),
+        env("Gated", args={"gate": str(gate), "asked": str(asked)}),
         batch={"size": 400},
         dispatch={"max_inflight": 8},
     )
     async with await Command.start("run", config, logs=tmp_path / "logs") as command:
         await command.wait_event("run.started")
+        await until(lambda: asked.exists() and len(asked.read_text().splitlines()) == 8)
         command.send(number)
         await command.wait_event("run.draining")
         gate.touch()
         assert await command.wait() == 128 + number, command.errors()
         assert not command.processes()
     with JournalReader(tmp_path / "run") as reader:
-        assert [row.task.key for row in reader.group_rows(queued=True)] == ["gated/train/0", "gated/train/1"]
+        assert {row.task.key for row in reader.group_rows(queued=True)} == {"gated/train/0", "gated/train/1"}
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["end"] == "stopped by a signal"
     if number == signal.SIGTERM:
         async with await Command.start("run", config, logs=tmp_path / "logs") as command:
@@ -77,9 +78,13 @@ async def test_one_signal_drains_and_saves(tmp_path: Path, policy: str, number: 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 async def test_a_second_signal_ends_at_once(tmp_path: Path, policy: str, number: signal.Signals) -> None:
     """Even while rollouts would go on, and without leaving a process behind."""
-    config = config_file(tmp_path, policy, env("Gated", args={"gate": str(tmp_path / "never")}))
+    asked = tmp_path / "asked"
+    config = config_file(
+        tmp_path, policy, env("Gated", args={"gate": str(tmp_path / "never"), "asked": str(asked)})
+    )
     async with await Command.start("run", config, logs=tmp_path / "logs") as command:
         await command.wait_event("run.started")
+        await until(asked.exists)
         command.send(number)
         await command.wait_event("run.draining")
         command.send(number)
