@@ -3,6 +3,7 @@
 Components take small frozen structures and never see the configuration; these functions make them.
 """
 
+import math
 import os
 import random
 from collections.abc import Callable, Sequence
@@ -260,6 +261,14 @@ def trainer_keys(config: Config) -> ServerKeys | None:
         )
     except KeyFileError as error:
         raise ConfigError(f"trainer: {error}") from None
+
+
+def batch_slack(config: Config) -> int:
+    """What the oldest groups may leave of a batch: nothing where all groups have one size, else less than the largest."""
+    sizes = [section.group_size or config.train.group_size for section in config.train.env]
+    if config.batch.unit == "tokens" or (len(set(sizes)) == 1 and config.dispatch.min_valid is None):
+        return 0
+    return min(max(sizes) - math.gcd(*sizes, config.batch.size), config.batch.size // 2)
 
 
 def build_rules(config: Config) -> Rules:

@@ -72,7 +72,10 @@ def build_run(
     targets = blueprint.build_targets(config, train)
     ledger = Ledger()
     staleness = Staleness(
-        batch_size=config.batch.size, max_versions=config.staleness.max_versions, mode=config.staleness.mode
+        batch_size=config.batch.size,
+        max_versions=config.staleness.max_versions,
+        mode=config.staleness.mode,
+        slack=blueprint.batch_slack(config),
     )
     mix = build_mix(
         config.mix.strategy,

@@ -141,6 +141,8 @@ class World:
         seed: int = 0,
         batch_size: int = 16,
         group_size: int = 4,
+        group_sizes: dict[str, int] | None = None,
+        slack: int = 0,
         max_inflight: int = 64,
         max_versions: int = 2,
         mode: str = "pace",
@@ -159,8 +161,9 @@ class World:
         self.eval_ports: dict[str, Port] = {}
         self.ledger = Ledger()
         self.pool = Pool(max_inflight)
-        self.staleness = Staleness(batch_size=batch_size, max_versions=max_versions, mode=mode)  # type: ignore[arg-type]  # parametrised by tests
+        self.staleness = Staleness(batch_size=batch_size, max_versions=max_versions, mode=mode, slack=slack)  # type: ignore[arg-type]  # parametrised by tests
         names = list(behaviours)
+        sizes = group_sizes or dict.fromkeys(names, group_size)
         self.mix = build_mix("flow", names, [1.0] * len(names), rng=random.Random(seed), breaker=False)
         self.source = TrainSource([SourceEnv(name, "train", None) for name in names], mix=self.mix, seed=seed)
         self.buffer: BatchBuffer[Group] = BatchBuffer(batch_size, envs=names, order="version")
@@ -174,7 +177,7 @@ class World:
             buffer=self.buffer,
             batch_size=batch_size,
             max_steps=max_steps,
-            group_sizes=dict.fromkeys(names, group_size),
+            group_sizes=sizes,
             count_tokens=False,
             staleness=self.staleness,
             tasks=self.source,
@@ -199,7 +202,7 @@ class World:
         self.core = DispatchCore(
             train={
                 name: TrainRules(
-                    port=self.ports[name], group_size=group_size, **(train_rules or {}).get(name, {})
+                    port=self.ports[name], group_size=sizes[name], **(train_rules or {}).get(name, {})
                 )
                 for name in names
             },
@@ -213,7 +216,7 @@ class World:
             ledger=self.ledger,
             queued=lambda: self.buffer.sequences,
             starved=lambda: (),
-            expected_size=lambda env: group_size,
+            expected_size=sizes.__getitem__,
             now=0.0,
         )
         self.starts: list[Attempt] = []

@@ -110,6 +110,19 @@ def test_keys_are_read_from_files_and_their_absence_is_named(tmp_path: Path) -> 
         blueprint.build_train_envs(lonely)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "batch", "slack"), [((8, 8), 64, 0), ((8, 4), 64, 4), ((4, 3), 12, 3), ((12, 2), 12, 6)]
+)
+def test_slack_is_what_whole_groups_may_leave_of_a_batch(
+    sizes: tuple[int, int], batch: int, slack: int
+) -> None:
+    """None where every group has the same size; never more than half a batch."""
+    envs = [
+        {"id": "reverse", "name": f"e{i}", "ratio": 1.0, "group_size": size} for i, size in enumerate(sizes)
+    ]
+    assert blueprint.batch_slack(config(train={"env": envs}, batch={"size": batch})) == slack
+
+
 def test_paced_queues_are_walked_by_age_of_the_policy() -> None:
     """So that older work goes first; with drop, what came first goes first."""
 

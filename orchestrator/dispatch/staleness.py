@@ -21,8 +21,12 @@ _HISTORY = 64
 class Staleness:
     """Who may start, and which batches may be formed."""
 
-    def __init__(self, *, batch_size: int, max_versions: int, mode: Literal["pace", "drop"]) -> None:
+    def __init__(
+        self, *, batch_size: int, max_versions: int, mode: Literal["pace", "drop"], slack: int = 0
+    ) -> None:
+        """`slack`: what a batch may lack of the oldest groups because only whole ones sum to it exactly."""
         self.batch_size = batch_size
+        self._planned = max(1, batch_size - slack)
         self.max_versions = max_versions
         self.mode = mode
         self.serving = 0
@@ -84,7 +88,7 @@ class Staleness:
             return False
         if self.mode == "drop" or (stuck and self.reserved == 0):
             return True
-        steps_ahead = -(-(self.reserved + queued + size) // self.batch_size)
+        steps_ahead = -(-(self.reserved + queued + size) // self._planned)
         return self.age(self.serving, self.formed + steps_ahead) <= self.max_versions
 
     def explain(self) -> str:
@@ -116,9 +120,9 @@ class Staleness:
         for version in sorted(open_sizes.keys() | queued.keys()):
             waiting += open_sizes[version]
             in_queue += queued.get(version, 0)
-            left = waiting + max(0, in_queue - self.batch_size)
+            left = waiting + max(0, in_queue - self._planned)
             steps_left = self.max_versions - self.age(version, self.formed + 2) + 1
-            if waiting and left > max(0, steps_left) * self.batch_size:
+            if waiting and left > max(0, steps_left) * self._planned:
                 return next((env, old) for (env, old) in self._open if old <= version and env in available)
         return None
 
