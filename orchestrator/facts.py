@@ -15,6 +15,7 @@ import msgspec
 from orchestrator.dispatch.ledger import Lane, Ledger
 from orchestrator.dispatch.staleness import Staleness
 from orchestrator.group import Batch
+from orchestrator.mix import DeliveredMix
 
 WINDOW = 16
 """Batches over which the recent mix is taken: some hundred groups, so that rounding does not show."""
@@ -85,7 +86,6 @@ class Status(msgspec.Struct):
 class EnvFacts:
     """What happened to one env's groups so far."""
 
-    emitted: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
     reward_sum: float = 0.0
     reward_count: int = 0
@@ -106,12 +106,11 @@ class Facts:
         self.steps: deque[dict[str, Any]] = deque(maxlen=1000)
         self.reward: float | None = None
         self.first_reward: float | None = None
-        self.sequences = 0
         self.stale_sum = 0
         self.stale_max = 0
         self._started = now
         self._earlier_s = 0.0
-        self._window: deque[Counter[str]] = deque(maxlen=WINDOW)
+        self.delivered = DeliveredMix(list(targets), window=WINDOW)
         self._rate: deque[tuple[float, int]] = deque([(now, 0)])
         self.on_step: list[Callable[[dict[str, Any]], None]] = []
 
@@ -133,10 +132,8 @@ class Facts:
             age = self.staleness.age(group.version, batch.step)
             self.stale_sum += age * group.size
             self.stale_max = max(self.stale_max, age)
-        self._window.append(sizes)
-        self.sequences += batch.size
-        for name, facts in self.envs.items():
-            facts.emitted += sizes[name]
+        self.delivered.add(sizes)
+        for facts in self.envs.values():
             if facts.reward_count:
                 facts.reward = facts.reward_sum / facts.reward_count
                 facts.first_reward = facts.reward if facts.first_reward is None else facts.first_reward
@@ -184,14 +181,10 @@ class Facts:
         since, before = self._rate[0]
         return (done - before) / (now - since) if now > since else 0.0
 
-    def recent_share(self, env: str) -> float:
-        """Share of an env in the last batches."""
-        total = sum(sum(sizes.values()) for sizes in self._window)
-        return sum(sizes[env] for sizes in self._window) / total if total else 0.0
-
-    def actual_share(self, env: str) -> float:
-        """Share of an env in all batches."""
-        return self.envs[env].emitted / self.sequences if self.sequences else 0.0
+    @property
+    def sequences(self) -> int:
+        """Sequences in all batches."""
+        return self.delivered.counts.total()
 
     def failures(self) -> dict[str, int]:
         """Rollouts that did not complete, by env and kind."""
@@ -213,29 +206,26 @@ class Facts:
         """For a later process of the same run."""
         return {
             "seconds": self.seconds(now),
-            "sequences": self.sequences,
             "stale": [self.stale_sum, self.stale_max],
             "rewards": [self.first_reward, self.reward],
             "envs": {
                 name: {
-                    "emitted": facts.emitted,
                     "dropped": dict(facts.dropped),
                     "rewards": [facts.first_reward, facts.reward],
                 }
                 for name, facts in self.envs.items()
             },
-            "window": [dict(sizes) for sizes in self._window],
+            "delivered": self.delivered.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from an earlier process; envs that are gone are left out."""
         self._earlier_s = state["seconds"]
-        self.sequences = state["sequences"]
+        self.delivered.load_state_dict(state["delivered"])
         self.stale_sum, self.stale_max = state["stale"]
         self.first_reward, self.reward = state["rewards"]
         for name, facts in state["envs"].items():
             if name in self.envs:
                 mine = self.envs[name]
-                mine.emitted, mine.dropped = facts["emitted"], Counter(facts["dropped"])
+                mine.dropped = Counter(facts["dropped"])
                 mine.first_reward, mine.reward = facts["rewards"]
-        self._window.extend(Counter(sizes) for sizes in state["window"])

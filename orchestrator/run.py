@@ -318,6 +318,7 @@ class Run:
     def _env_statuses(self, now: float) -> dict[str, EnvStatus]:
         numbers = self.mix.numbers(now)
         queued = self.buffer.queued_by_env
+        shares, recent = self.facts.delivered.shares(), self.facts.delivered.recent_shares()
         completed = dict.fromkeys(self.train, 0)
         for lane, name, outcome, _, n in self.ledger.rows():
             if lane is Lane.TRAIN and outcome is Outcome.COMPLETED and name in completed:
@@ -328,12 +329,12 @@ class Run:
             servers = env.stats()
             statuses[name] = EnvStatus(
                 target=mine.configured,
-                actual=self.facts.actual_share(name),
-                recent=self.facts.recent_share(name),
+                actual=shares[name],
+                recent=recent[name],
                 dispatched=self.ledger.dispatched[Lane.TRAIN, name],
                 inflight=self.ledger.inflight[Lane.TRAIN, name],
                 completed=completed[name],
-                emitted=facts.emitted,
+                emitted=self.facts.delivered.counts[name],
                 acceptance=mine.acceptance,
                 mean_latency_s=mine.mean_latency_s or None,
                 reward=facts.reward,

@@ -51,8 +51,8 @@ def test_shares_are_those_of_what_was_emitted() -> None:
     for step in range(1, 18):
         told.batch_formed(Batch(step, 0, (group("a", step, 4),)), 0.0)
     told.batch_formed(Batch(18, 0, (group("b", 0, 4),)), 0.0)
-    assert told.actual_share("b") == pytest.approx(1 / 18)
-    assert told.recent_share("b") == pytest.approx(1 / 16)
+    assert told.delivered.shares()["b"] == pytest.approx(1 / 18)
+    assert told.delivered.recent_shares()["b"] == pytest.approx(1 / 16)
 
 
 def test_ages_are_counted_in_published_versions() -> None:
@@ -74,7 +74,7 @@ def test_a_later_process_goes_on_with_the_same_facts() -> None:
     later.load_state_dict(told.state_dict(7.0))
     assert later.seconds(101.0) == pytest.approx(8.0)
     assert later.sequences == 4
-    assert later.envs["a"].emitted == 3
+    assert later.delivered.counts["a"] == 3
     assert later.reward == told.reward
 
 
