@@ -7,7 +7,6 @@ answered by `status()`; everything that a later process needs is in the journal 
 import asyncio
 import contextlib
 import json
-import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,17 +17,18 @@ from orchestrator.assembly import Assembly
 from orchestrator.buffer import BatchBuffer
 from orchestrator.dispatch.core import DispatchCore
 from orchestrator.dispatch.driver import Driver
-from orchestrator.dispatch.ledger import Lane, Ledger, Outcome
+from orchestrator.dispatch.ledger import Lane, Ledger
 from orchestrator.dispatch.staleness import Staleness
 from orchestrator.dispatch.work import PendingGroup
 from orchestrator.env import Env
 from orchestrator.evals import Evals
-from orchestrator.facts import EndpointStatus, EnvStatus, Facts, Status
+from orchestrator.facts import Facts, Status
 from orchestrator.group import Group
 from orchestrator.health import LoopLag
 from orchestrator.inference import Endpoint, InferencePool, WeightUpdateError
 from orchestrator.journal import Journal
 from orchestrator.mix import Change, CircuitBreaker
+from orchestrator.status import build_status
 
 log = structlog.get_logger()
 
@@ -73,7 +73,7 @@ class Run:
         self.acknowledged = 0
         """Last step that every rank is done with; it may be trained on, and its version published, before."""
         self.weights_path: str | None = None
-        self._clock = clock
+        self.clock = clock
         self._update_failed = False
         self._published = asyncio.Event()
         self._group_ended = asyncio.Event()
@@ -148,7 +148,7 @@ class Run:
     def on_servers_changed(self) -> None:
         """Env servers became ready, or went away."""
         self._refresh_minimums()
-        self.assembly.form(self._clock())
+        self.assembly.form(self.clock())
         self.on_change()
 
     def _refresh_minimums(self) -> None:
@@ -158,14 +158,14 @@ class Run:
 
     def on_endpoint_lost(self, endpoint: Endpoint) -> None:
         """What ran on an inference server is gone; it is asked again elsewhere."""
-        now = self._clock()
+        now = self.clock()
         self.core.lose_endpoint(endpoint, now)
         self.driver.perform(now)
         self.on_change()
 
     def close(self) -> None:
         """Give up what is in flight; its tasks are asked again by a later process."""
-        now = self._clock()
+        now = self.clock()
         self.core.abandon("shutdown", now)
         self.driver.perform(now)
 
@@ -197,7 +197,7 @@ class Run:
 
     def trigger_evals(self) -> None:
         """Start the evaluations that are due after the last trained step."""
-        for run in self.evals.trigger(self.staleness.trained, self.staleness.serving, self._clock()):
+        for run in self.evals.trigger(self.staleness.trained, self.staleness.serving, self.clock()):
             log.info("eval.started", env=run.plan.env, step=run.step, version=run.version)
             self.driver.wake()
 
@@ -207,11 +207,11 @@ class Run:
         was_paused = self.core.paused
         self.core.paused = self.state != "running" or self.buffer.full or self.journal.full
         if was_paused and not self.core.paused:
-            self.core.resume_smoothly(self._clock())
+            self.core.resume_smoothly(self.clock())
         if self.assembly.finished and not self.core.paused:
             # Nothing that is in flight could be trained on any more.
             self.core.paused = True
-            self.core.abandon("run_complete", self._clock(), lanes=(Lane.TRAIN,))
+            self.core.abandon("run_complete", self.clock(), lanes=(Lane.TRAIN,))
         self.driver.wake()
 
     async def update_weights(self) -> None:
@@ -221,8 +221,8 @@ class Run:
             self._published.clear()
             version, path = self.staleness.published, self.weights_path
             if self.staleness.mode == "drop":
-                self.core.drop_stale(self._clock())
-                self.driver.perform(self._clock())
+                self.core.drop_stale(self.clock())
+                self.driver.perform(self.clock())
             try:
                 await self.pool.update_weights(version, path)
             except WeightUpdateError as error:
@@ -244,7 +244,7 @@ class Run:
         if step <= self.staleness.trained:
             return
         self.staleness.trained = step
-        self.assembly.form(self._clock())
+        self.assembly.form(self.clock())
         self.save()
         if self.staleness.serving == self.staleness.published:
             self.trigger_evals()
@@ -254,7 +254,7 @@ class Run:
 
     def save(self) -> None:
         """Put what a later process needs into the journal; the latest wins."""
-        now = self._clock()
+        now = self.clock()
         record = self.journal.record_state
         trained = self.staleness.trained
         record("version", {**self.staleness.state_dict(), "path": self.weights_path, "trained": trained})
@@ -285,117 +285,4 @@ class Run:
 
     def status(self) -> Status:
         """The run at this moment."""
-        now = self._clock()
-        facts, staleness = self.facts, self.staleness
-        return Status(
-            state=self.state,
-            waiting_for=self.core.waiting_for,
-            step=staleness.formed,
-            max_steps=self.max_steps,
-            trained=staleness.trained,
-            version=staleness.serving,
-            published=staleness.published,
-            reward=facts.reward,
-            first_reward=facts.first_reward,
-            rollouts_per_s=facts.rate(now),
-            inflight=self.ledger.total_inflight,
-            limit=self.pool.limit,
-            queued_sequences=self.buffer.sequences,
-            queued_groups=len(self.buffer),
-            batch_size=staleness.batch_size,
-            buffer=self.assembly.explain(),
-            outcomes=self.ledger.totals(Lane.TRAIN),
-            failures=facts.failures(),
-            envs=self._env_statuses(now),
-            endpoints=[EndpointStatus(e.url, e.healthy, e.inflight, e.version) for e in self.pool.endpoints],
-            evals=self.evals.results[-20:],
-            staleness=facts.staleness_numbers(),
-            loop_lag_p99_s=self.lag.percentile(0.99),
-            journal_backlog_bytes=self.journal.backlog_bytes,
-            seconds=facts.seconds(now),
-        )
-
-    def _env_statuses(self, now: float) -> dict[str, EnvStatus]:
-        numbers = self.mix.numbers(now)
-        queued = self.buffer.queued_by_env
-        shares, recent = self.facts.delivered.shares(), self.facts.delivered.recent_shares()
-        completed = dict.fromkeys(self.train, 0)
-        for lane, name, outcome, _, n in self.ledger.rows():
-            if lane is Lane.TRAIN and outcome is Outcome.COMPLETED and name in completed:
-                completed[name] += n
-        statuses = {}
-        for name, env in self.train.items():
-            mine, facts = numbers[name], self.facts.envs[name]
-            servers = env.stats()
-            statuses[name] = EnvStatus(
-                target=mine.configured,
-                actual=shares[name],
-                recent=recent[name],
-                dispatched=self.ledger.dispatched[Lane.TRAIN, name],
-                inflight=self.ledger.inflight[Lane.TRAIN, name],
-                completed=completed[name],
-                emitted=self.facts.delivered.counts[name],
-                acceptance=mine.acceptance,
-                mean_latency_s=mine.mean_latency_s or None,
-                reward=facts.reward,
-                first_reward=facts.first_reward,
-                quarantined=mine.quarantined,
-                servers_ready=env.ready_servers,
-                servers=len(servers),
-                restarts=env.restarts,
-                queued=queued.get(name, 0),
-                dropped=dict(facts.dropped),
-            )
-        return statuses
-
-    def diagnose(self) -> dict[str, Any]:
-        """What is waited for, by whom, since when."""
-        oldest = self.core.oldest_running()
-        now = self._clock()
-        return {
-            "waiting_for": self.core.waiting_for,
-            "buffer": self.assembly.explain(),
-            "inflight": self.ledger.total_inflight,
-            "oldest_rollout": None
-            if oldest is None
-            else {"task": oldest.group.task.key, "seconds": round(now - oldest.started, 1)},
-            "endpoints": {e.url: e.state.value for e in self.pool.endpoints},
-            "servers_ready": {name: env.ready_servers for name, env in self.train.items()},
-            "formed": self.staleness.formed,
-            "trained": self.staleness.trained,
-            "failures": self.facts.failures(),
-        }
-
-    def summary(self, end: str) -> dict[str, Any]:
-        """The closing record, also written to summary.json."""
-        status = self.status()
-        return {
-            "end": end,
-            "run_dir": str(self.run_dir),
-            "finished_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            "steps": status.trained,
-            "version": status.version,
-            "sequences": self.facts.sequences,
-            "first_reward": status.first_reward,
-            "last_reward": status.reward,
-            "envs": {
-                name: {
-                    "first_reward": env.first_reward,
-                    "last_reward": env.reward,
-                    "target_share": env.target,
-                    "actual_share": env.actual,
-                    "sequences": env.emitted,
-                    "rollouts": env.completed,
-                    "num_tasks": self.train[name].num_tasks,
-                    "acceptance": env.acceptance,
-                    "mean_latency_s": env.mean_latency_s,
-                    "dropped": env.dropped,
-                }
-                for name, env in status.envs.items()
-            },
-            "outcomes": status.outcomes,
-            "failures": status.failures,
-            "evals": self.evals.results,
-            "staleness": status.staleness,
-            "wall_time_s": round(status.seconds, 3),
-        }
+        return build_status(self)

@@ -32,6 +32,7 @@ from orchestrator.metrics import render_metrics
 from orchestrator.run import Run
 from orchestrator.serving.server import BatchServer
 from orchestrator.serving.versions import VersionWatcher
+from orchestrator.status import build_summary, diagnose
 from orchestrator.wiring import (
     build_batch_server,
     build_run,
@@ -82,7 +83,7 @@ class Service:
             exit_on_stall=config.dispatch.exit_on_stall,
             progressed_at=lambda: run.driver.progressed,
             all_failing_s=lambda: run.mix.all_quarantined_for(time.monotonic()),
-            diagnose=run.diagnose,
+            diagnose=lambda: diagnose(run),
             clock=time.monotonic,
         )
         parts: list[Coroutine[Any, Any, object]] = [
@@ -146,7 +147,7 @@ class Service:
         run = self.run
         run.state = "finished"
         run.save()
-        summary = run.summary(end)
+        summary = build_summary(run, end)
         await self.journal.flush()
         if not self.stop.is_set():
             self.server.finish(end)
