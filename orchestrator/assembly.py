@@ -7,6 +7,7 @@ group that does not make it is booked with a reason, tells the mix, and ends its
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import structlog
@@ -61,6 +62,7 @@ class Assembly:
         max_steps: int | None,
         group_sizes: Mapping[str, int],
         count_tokens: bool,
+        keep_transcripts: bool,
         staleness: Staleness,
         tasks: Tasks,
         mix: MixFeedback,
@@ -77,6 +79,7 @@ class Assembly:
         self._max_steps = max_steps
         self._group_sizes = group_sizes
         self._count_tokens = count_tokens
+        self._keep_transcripts = keep_transcripts
         self._mean_tokens: dict[str, float] = {}
         self._staleness = staleness
         self._tasks = tasks
@@ -208,6 +211,9 @@ class Assembly:
         return self._buffer.explain()
 
     def _queue(self, group: Group) -> None:
+        """Queue a recorded group; its transcript is in the journal, and nothing that trains reads it."""
+        if not self._keep_transcripts:
+            group = replace(group, transcript=b"")
         tokens = len(group.tokens)
         self._buffer.add(
             group,
@@ -219,7 +225,6 @@ class Assembly:
         if self._count_tokens:
             mean = self._mean_tokens.setdefault(group.env, float(tokens))
             self._mean_tokens[group.env] = mean + (tokens - mean) / 16
-
         self._by_version[group.version] += self._size(group)
 
     def _unqueue(self, groups: Iterable[Group]) -> None:

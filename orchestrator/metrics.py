@@ -92,6 +92,7 @@ class StatusCollector(Collector):
             for reason, n in env_status.dropped.items():
                 dropped.add_metric([env, reason], n)
         yield from (sequences, dropped, restarts)
+        yield from self._evals(status)
         endpoints = GaugeMetricFamily(
             "orchestrator_endpoint_inflight", "Rollouts in flight on an endpoint", labels=["url"]
         )
@@ -102,6 +103,21 @@ class StatusCollector(Collector):
             endpoints.add_metric([endpoint.url], endpoint.inflight)
             healthy.add_metric([endpoint.url], float(endpoint.healthy))
         yield from (endpoints, healthy)
+
+    def _evals(self, status: Status) -> Iterator[Metric]:
+        """The latest result of each evaluated env; avg@k and pass@k by their name."""
+        scores = GaugeMetricFamily("orchestrator_eval_score", "Latest evaluation", labels=["env", "score"])
+        failures = GaugeMetricFamily(
+            "orchestrator_eval_failures", "Failed attempts of the latest evaluation", labels=["env"]
+        )
+        steps = GaugeMetricFamily("orchestrator_eval_step", "Step of the latest evaluation", labels=["env"])
+        for env, result in {result["env"]: result for result in status.evals}.items():
+            for name, value in result.items():
+                if "@" in name and value is not None:
+                    scores.add_metric([env, name], value)
+            failures.add_metric([env], result["failures"])
+            steps.add_metric([env], result["step"])
+        yield from (scores, failures, steps)
 
 
 def render_metrics(status: Callable[[], Status], ledger: Ledger) -> bytes:

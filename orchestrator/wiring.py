@@ -123,6 +123,8 @@ def connect(
         max_steps=config.max_steps,
         group_sizes={name: env.settings.group_size for name, env in train.items()},
         count_tokens=config.batch.unit == "tokens",
+        # A group that is split is recorded anew, so it must still have all of itself.
+        keep_transcripts=config.batch.on_stuck == "split",
         staleness=run.staleness,
         tasks=source,
         mix=run.mix,

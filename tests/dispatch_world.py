@@ -179,6 +179,7 @@ class World:
             max_steps=max_steps,
             group_sizes=sizes,
             count_tokens=False,
+            keep_transcripts=False,
             staleness=self.staleness,
             tasks=self.source,
             mix=self.mix,

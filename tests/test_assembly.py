@@ -1,5 +1,7 @@
 """From complete groups to offered batches: what is recorded, dropped, told, and when."""
 
+import tracemalloc
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -119,3 +121,29 @@ def test_what_an_earlier_process_left_is_queued_in_order() -> None:
     later.assembly.restore(made.record.groups)
     complete(later, 1, [0.0, 1.0, 0.0, 1.0])
     assert [group.id for group in later.offered[0].groups] == ["a/train/0", "a/train/1"]
+
+
+def test_a_queued_token_takes_at_most_ten_bytes() -> None:
+    """int32 token, float32 log-probability, mask, and small change; transcripts are left to the journal."""
+    made = world(max_versions=99)
+    data = make_data([0.0, 1.0, 0.0, 1.0], length=2048)
+    data.transcript = b"\x90" + b"x" * 40_000
+    tracemalloc.start()
+    before, _ = tracemalloc.get_traced_memory()
+    for position in range(40):
+        task = TrainTask(env="a", split="train", index=position, epoch=0, position=position)
+        group = PendingGroup(
+            task=task, lane=Lane.TRAIN, size=4, needed=4, group_scored=True, version=0, opened=0.0
+        )
+        group.results.append(
+            replace(data, tokens=data.tokens.copy(), mask=data.mask.copy(), logprobs=data.logprobs.copy())
+        )
+        group.valid = 4
+        made.mix.on_dispatch("a", 4, now=0.0)
+        made.assembly.completed(group, 0.0)
+    made.record.groups.clear()
+    after, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    queued_and_formed = 40 * 4 * 2048
+    assert (after - before) / queued_and_formed <= 10
+    assert made.buffer.sequences > 100

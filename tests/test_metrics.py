@@ -111,3 +111,14 @@ def found_env(name: str) -> str:
     found = scraped(sample_status(envs={name: env_status()}))
     (labels,) = [labels for sample, labels in found if sample == "orchestrator_env_inflight"]
     return labels[0][1]
+
+
+def test_the_latest_evaluation_of_each_env_is_shown() -> None:
+    """avg@k and pass@k under their names, failures apart; an older result of the same env is not."""
+    older = {"env": "eval-math", "step": 0, "failures": 9, "avg@2": 0.1, "avg@2_stderr": None}
+    newer = {"env": "eval-math", "step": 20, "failures": 1, "avg@2": 0.5, "avg@2_stderr": 0.1, "pass@2": 0.75}
+    found = scraped(sample_status(evals=[older, newer]))
+    assert found[one("eval_score", env="eval-math", score="avg@2")] == 0.5
+    assert found[one("eval_score", env="eval-math", score="pass@2")] == 0.75
+    assert found[one("eval_failures", env="eval-math")] == 1
+    assert found[one("eval_step", env="eval-math")] == 20
