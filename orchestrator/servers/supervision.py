@@ -24,6 +24,9 @@ from orchestrator.servers.processes import ChildProcess, describe_exit
 
 log = structlog.get_logger()
 
+_EXIT_S = 0.5
+"""How long a process whose connection closed has to end before the connection is taken for the reason."""
+
 STOP_GRACE_S = 5.0
 """Time a server has to end after SIGTERM before it is killed."""
 
@@ -109,7 +112,11 @@ class Life:
         self._end(reason)
 
     def on_lost(self, link: Link, reason: str) -> None:
-        self._end(reason)
+        if self.process is None or not self.process.running:
+            self._end(reason)
+            return
+        # A closed connection may be the first sign of a process that is ending; its exit says more.
+        self._loop.call_later(_EXIT_S, self._end, reason)
 
     def on_credit(self, link: Link, *, told: bool) -> None:
         self._slot.on_credit(told)

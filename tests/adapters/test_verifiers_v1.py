@@ -89,6 +89,7 @@ def test_a_tool_with_state_works_with_the_librarys_own_chat_program(v1: Driver) 
     """The shipped `null` harness runs as a local program, calls the tool's server, and asks our policy."""
     turns = [[call("bank_deposit", '{"amount": 5}')], [{"content": "done"}]]
     answer = v1.rollout("verifiers::v1-tools", args={"agent": {"harness": {"id": "null"}}}, turns=turns)
+    assert "rollouts" in answer, answer
     assert answer["rollouts"][0]["reward"] == 105.0
     assert answer["requests"][0]["tools"][0]["function"]["name"] == "bank_deposit"
     assert len(answer["rollouts"][0]["lengths"]) == 1
