@@ -42,19 +42,23 @@ class BearerToken:
         await self._app(scope, receive, send)
 
 
-def build_app(*, status: Callable[[], Status], metrics: Callable[[], bytes], token: str | None) -> Starlette:
-    """The routes."""
+def build_app(
+    *, status: Callable[[], Status | None], metrics: Callable[[], bytes], token: str | None
+) -> Starlette:
+    """The routes. There is no status while environments and inference servers are still waited for."""
 
     async def healthz(request: Request) -> Response:
         return PlainTextResponse("ok\n")
 
     async def readyz(request: Request) -> Response:
         now = status()
-        ready = now.state == "running"
-        return PlainTextResponse(f"{now.state}\n", 200 if ready else 503)
+        state = "starting" if now is None else now.state
+        return PlainTextResponse(f"{state}\n", 200 if state == "running" else 503)
 
     async def api_status(request: Request) -> Response:
-        return Response(msgspec.json.encode(status()), media_type="application/json")
+        now = status()
+        body = msgspec.json.encode({"state": "starting"} if now is None else now)
+        return Response(body, 503 if now is None else 200, media_type="application/json")
 
     async def prometheus(request: Request) -> Response:
         return Response(metrics(), media_type="text/plain; version=0.0.4; charset=utf-8")

@@ -179,6 +179,8 @@ async def start_service(config: Config, *, fresh: bool = False) -> AsyncIterator
     async with AsyncExitStack() as stack:
         failed: asyncio.Future[JournalError] = asyncio.get_running_loop().create_future()
         journal = await stack.enter_async_context(open_journal(config, fresh, failed))
+        front: list[Run] = []
+        http_address = await _serve_http(config, stack, front)
         recovered = journal.recover(world_size=config.trainer.world_size)
         weights = recovered.state.get("version", {"published": [0], "path": None, "trained": 0})
         children = await stack.enter_async_context(LocalChildren(config.run_dir))
@@ -213,7 +215,8 @@ async def start_service(config: Config, *, fresh: bool = False) -> AsyncIterator
         offer_recovered(server, recovered, config.max_steps)
         await stack.enter_async_context(server)
         stack.callback(run.close)
-        http_address = await _serve_http(config, stack, run)
+        front.append(run)
+        stack.callback(front.clear)
         if config.local is not None and config.local.trainer:
             local = config.local
             children.start_trainer(
@@ -256,11 +259,16 @@ async def _wait_ready(children: LocalChildren, waits: Sequence[Coroutine[Any, An
         await asyncio.wait([watch, ready])
 
 
-async def _serve_http(config: Config, stack: AsyncExitStack, run: Run) -> str | None:
+async def _serve_http(config: Config, stack: AsyncExitStack, front: list[Run]) -> str | None:
+    """Serve from the very start, so that a port in use is found at once; `front` has the run once there is one."""
     if not config.http.enabled:
         return None
     token = blueprint.read_variable("http.token_env", config.http.token_env)
-    app = build_app(status=run.status, metrics=lambda: render_metrics(run.status, run.ledger), token=token)
+    app = build_app(
+        status=lambda: front[0].status() if front else None,
+        metrics=lambda: render_metrics(front[0].status, front[0].ledger) if front else b"",
+        token=token,
+    )
     return await stack.enter_async_context(serve_http(app, host=config.http.host, port=config.http.port))
 
 

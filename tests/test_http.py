@@ -58,6 +58,20 @@ async def test_readiness_follows_the_run(state: str, code: int) -> None:
         assert await site.get("/readyz") == (code, f"{state}\n")
 
 
+async def test_before_there_is_a_run_it_says_that_it_starts() -> None:
+    """A probe gets an answer while environments load: alive, and not ready."""
+    app = build_app(status=lambda: None, metrics=bytes, token=None)
+    async with serve_http(app, host="127.0.0.1", port=0) as address, aiohttp.ClientSession() as session:
+        async with session.get(f"{address}/healthz") as reply:
+            assert reply.status == 200
+        async with session.get(f"{address}/readyz") as reply:
+            assert (reply.status, await reply.text()) == (503, "starting\n")
+        async with session.get(f"{address}/api/status") as reply:
+            assert (reply.status, await reply.json()) == (503, {"state": "starting"})
+        async with session.get(f"{address}/metrics") as reply:
+            assert (reply.status, await reply.text()) == (200, "")
+
+
 async def test_the_status_is_the_facts_of_the_moment() -> None:
     """/api/status is read anew for every request, and decodes to what it was made from."""
     async with serving() as site:
