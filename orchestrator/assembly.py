@@ -153,13 +153,13 @@ class Assembly:
             self._record.record_batch(batch, lambda batch=batch: self._offer(batch))  # type: ignore[misc]  # mypy cannot type a default argument of a lambda
             for env in {group.env for group in groups}:
                 self._record.prune(env, self._tasks.low_water(env))
-            facts = self._facts.batch_formed(batch, now)
+            self._facts.batch_formed(batch)
             log.info(
                 "batch.formed",
                 step=step,
                 version=batch.version,
                 groups=len(groups),
-                reward=_rounded(facts["reward"]),
+                reward=_rounded(self._facts.reward),
             )
 
     @property

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from envs.adapters.domains import Domain, Routed, route
-from envs.curve import ClientKeys, KeyFileError, ServerKeys, read_key, read_pair
+from envs.curve import KeyFileError, ServerKeys, read_client_keys, read_key, read_pair
 from envs.errors import EnvironmentLoadError
 from envs.loader import LOADERS, parse_id
 from orchestrator.buffer import BatchBuffer
@@ -29,6 +29,7 @@ from orchestrator.inference import (
     InferencePool,
     build_weight_update,
 )
+from orchestrator.local.children import LocalChildren
 from orchestrator.mix import EnvShare, build_mix, mix_targets
 from orchestrator.scoring import build_advantage
 from orchestrator.servers.supervision import RestartPolicy
@@ -86,9 +87,7 @@ def _env_spec(
         if section.secret_key_file is None:
             raise ConfigError(f'env "{name}": server_key_file needs secret_key_file, the key of this side')
         try:
-            keys = ClientKeys(
-                own=read_pair(section.secret_key_file), server=read_key(section.server_key_file)
-            )
+            keys = read_client_keys(server_key=section.server_key_file, client_key=section.secret_key_file)
         except KeyFileError as error:
             raise ConfigError(f'env "{name}": {error}') from None
     return EnvSpec(
@@ -180,6 +179,14 @@ def build_targets(config: Config, envs: TrainEnvs) -> dict[str, float]:
     ]
     size = config.batch.size if config.batch.unit == "sequences" else None
     return dict(zip(envs, mix_targets(shares, batch_size=size), strict=True))
+
+
+def inference_urls(config: Config, children: LocalChildren) -> list[str]:
+    """Where the inference servers are; with [local] one is started."""
+    if config.local is None:
+        return config.inference.base_urls
+    latency_s = config.local.latency_s
+    return [children.start_server(model=config.model.name, seed=config.seed, latency_s=latency_s)]
 
 
 def build_pool(

@@ -79,13 +79,7 @@ async def evaluate(config: Config, *, as_json: bool) -> int:
 async def _evaluate(config: Config) -> list[dict[str, Any]]:
     async with AsyncExitStack() as stack:
         children = await stack.enter_async_context(LocalChildren(config.run_dir))
-        urls = config.inference.base_urls
-        if config.local is not None:
-            urls = [
-                children.start_server(
-                    model=config.model.name, seed=config.seed, latency_s=config.local.latency_s
-                )
-            ]
+        urls = blueprint.inference_urls(config, children)
         pool = await stack.enter_async_context(
             blueprint.build_pool(config, urls, version=0, weights_path=None)
         )

@@ -6,7 +6,7 @@ counts of its own.
 """
 
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -103,7 +103,6 @@ class Facts:
         self.envs = {name: EnvFacts() for name in targets}
         self.ledger = ledger
         self.staleness = staleness
-        self.steps: deque[dict[str, Any]] = deque(maxlen=1000)
         self.reward: float | None = None
         self.first_reward: float | None = None
         self.stale_sum = 0
@@ -112,7 +111,6 @@ class Facts:
         self._earlier_s = 0.0
         self.delivered = DeliveredMix(list(targets), window=WINDOW)
         self._rate: deque[tuple[float, int]] = deque([(now, 0)])
-        self.on_step: list[Callable[[dict[str, Any]], None]] = []
 
     def scored(self, env: str, rewards: list[float]) -> None:
         """A group's rollouts have their rewards, whether or not the group is trained on."""
@@ -124,7 +122,7 @@ class Facts:
         """Rollouts that will not be trained on."""
         self.envs[env].dropped[reason] += rollouts
 
-    def batch_formed(self, batch: Batch, now: float) -> dict[str, Any]:
+    def batch_formed(self, batch: Batch) -> None:
         """A batch is complete; closes the interval over which rewards are averaged."""
         sizes: Counter[str] = Counter()
         for group in batch.groups:
@@ -140,18 +138,6 @@ class Facts:
                 facts.reward_sum, facts.reward_count = 0.0, 0
         self.reward = self._mean_reward()
         self.first_reward = self.reward if self.first_reward is None else self.first_reward
-        step = {
-            "step": batch.step,
-            "version": batch.version,
-            "reward": self.reward,
-            "rewards": {name: facts.reward for name, facts in self.envs.items()},
-            "mix": {name: sizes[name] / max(1, batch.size) for name in self.envs},
-            "seconds": round(self.seconds(now), 3),
-        }
-        self.steps.append(step)
-        for told in self.on_step:
-            told(step)
-        return step
 
     def _mean_reward(self) -> float | None:
         """Latest rewards of the envs, weighted by their targets: an env that had nothing new does not drop out."""

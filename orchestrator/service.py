@@ -10,7 +10,7 @@ import asyncio
 import json
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -50,8 +50,6 @@ DRAIN_S = 10.0
 
 TELL_S = 5.0
 """How long ranks have to hear that there are no more batches."""
-
-Clock = Callable[[], float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,13 +182,7 @@ async def start_service(config: Config, *, fresh: bool = False) -> AsyncIterator
         recovered = journal.recover(world_size=config.trainer.world_size)
         weights = recovered.state.get("version", {"published": [0], "path": None, "trained": 0})
         children = await stack.enter_async_context(LocalChildren(config.run_dir))
-        urls = config.inference.base_urls
-        if config.local is not None:
-            urls = [
-                children.start_server(
-                    model=config.model.name, seed=config.seed, latency_s=config.local.latency_s
-                )
-            ]
+        urls = blueprint.inference_urls(config, children)
         pool = await stack.enter_async_context(
             blueprint.build_pool(config, urls, version=weights["published"][-1], weights_path=weights["path"])
         )

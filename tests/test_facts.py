@@ -36,10 +36,10 @@ def test_the_reward_is_weighted_by_the_targets() -> None:
     told = facts()
     told.scored("a", [1.0, 0.0])
     told.scored("b", [1.0, 1.0])
-    told.batch_formed(Batch(1, 0, (group("a", 0, 3), group("b", 0, 1))), 1.0)
+    told.batch_formed(Batch(1, 0, (group("a", 0, 3), group("b", 0, 1))))
     assert told.reward == pytest.approx(0.75 * 0.5 + 0.25)
     told.scored("a", [1.0])
-    told.batch_formed(Batch(2, 1, (group("a", 1, 4),)), 2.0)
+    told.batch_formed(Batch(2, 1, (group("a", 1, 4),)))
     assert told.reward == pytest.approx(1.0)
     assert told.envs["b"].reward == 1.0
     assert told.first_reward == pytest.approx(0.625)
@@ -49,8 +49,8 @@ def test_shares_are_those_of_what_was_emitted() -> None:
     """Whole run, and the last batches."""
     told = facts()
     for step in range(1, 18):
-        told.batch_formed(Batch(step, 0, (group("a", step, 4),)), 0.0)
-    told.batch_formed(Batch(18, 0, (group("b", 0, 4),)), 0.0)
+        told.batch_formed(Batch(step, 0, (group("a", step, 4),)))
+    told.batch_formed(Batch(18, 0, (group("b", 0, 4),)))
     assert told.delivered.shares()["b"] == pytest.approx(1 / 18)
     assert told.delivered.recent_shares()["b"] == pytest.approx(1 / 16)
 
@@ -60,7 +60,7 @@ def test_ages_are_counted_in_published_versions() -> None:
     told = facts()
     told.staleness.publish(10)
     told.staleness.trained = 1
-    told.batch_formed(Batch(2, 10, (group("a", 0, 3, version=0), group("a", 1, 1, version=10))), 0.0)
+    told.batch_formed(Batch(2, 10, (group("a", 0, 3, version=0), group("a", 1, 1, version=10))))
     assert told.staleness_numbers() == {"mean": 0.75, "max": 1.0}
 
 
@@ -69,7 +69,7 @@ def test_a_later_process_goes_on_with_the_same_facts() -> None:
     told = facts()
     told.scored("a", [1.0])
     told.dropped("b", "stale", 4)
-    told.batch_formed(Batch(1, 0, (group("a", 0, 3), group("b", 0, 1))), 5.0)
+    told.batch_formed(Batch(1, 0, (group("a", 0, 3), group("b", 0, 1))))
     later = Facts({"a": 1.0}, ledger=Ledger(), staleness=told.staleness, now=100.0)
     later.load_state_dict(told.state_dict(7.0))
     assert later.seconds(101.0) == pytest.approx(8.0)

@@ -33,7 +33,6 @@ class Ramp:
         self._ramp_s = ramp_s
         self._value = 0.0
         self._at = now
-        self._step = 1.0
 
     def limit(self, target: int, now: float) -> int:
         """The limit in force now."""

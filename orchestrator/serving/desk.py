@@ -63,11 +63,12 @@ class RankStatus:
     last_acknowledged: int
 
 
-def _ignore(*_: object) -> None:
+def ignore(*_: object) -> None:
     """The default of every callback."""
 
 
-def _at_once(callback: Callable[[], None]) -> None:
+def at_once(callback: Callable[[], None]) -> None:
+    """The default where nothing needs to be durable."""
     callback()
 
 
@@ -84,12 +85,12 @@ class BatchDesk:
         last_step: int = 0,
         version: int = 0,
         can_load: bool = False,
-        on_ack: Callable[[int], None] = _ignore,
-        on_rank_ack: Callable[[int, int], None] = _ignore,
-        on_publish: Callable[[int, str | None], None] = _ignore,
-        on_trained: Callable[[int], None] = _ignore,
-        on_done: Callable[[], None] = _ignore,
-        when_durable: Callable[[Callable[[], None]], None] = _at_once,
+        on_ack: Callable[[int], None] = ignore,
+        on_rank_ack: Callable[[int, int], None] = ignore,
+        on_publish: Callable[[int, str | None], None] = ignore,
+        on_trained: Callable[[int], None] = ignore,
+        on_done: Callable[[], None] = ignore,
+        when_durable: Callable[[Callable[[], None]], None] = at_once,
     ) -> None:
         self._transport = transport
         self._world_size = world_size
@@ -111,7 +112,7 @@ class BatchDesk:
         self._ranks = Ranks(world_size, transport.send)
         self._acknowledged: dict[int, int] = {}
         self.malformed = 0
-        self.on_told: Callable[[], None] = _ignore
+        self.on_told: Callable[[], None] = ignore
 
     @property
     def leased(self) -> list[int]:
@@ -200,7 +201,7 @@ class BatchDesk:
             else f"is older than the published {self.version}"
         )
         note = f"version {version} {before}; nothing changes"
-        log.info("trainer.version_ignored", version=version, source=source, note=note)
+        log.info("trainer.versionignored", version=version, source=source, note=note)
         return note
 
     def _join(self, peer: bytes, join: Join) -> None:

@@ -16,7 +16,7 @@ import structlog
 from envs.curve import ServerKeys
 from orchestrator.errors import JournalError
 from orchestrator.group import Batch
-from orchestrator.serving.desk import BatchDesk, RankStatus
+from orchestrator.serving.desk import BatchDesk, RankStatus, at_once, ignore
 from orchestrator.serving.socket import BatchSocket
 from orchestrator.trainer.batch import encode_batch
 from orchestrator.trainer.filesystem import SCHEME, FileLink
@@ -39,14 +39,6 @@ class _Link(Protocol):
     async def aclose(self) -> None: ...
 
 
-def _ignore(*_: object) -> None:
-    """The default of every callback."""
-
-
-def _at_once(callback: Callable[[], None]) -> None:
-    callback()
-
-
 class BatchServer:
     """The trainer link of the service, as an async context manager."""
 
@@ -60,12 +52,12 @@ class BatchServer:
         last_step: int = 0,
         version: int = 0,
         load: Callable[[int], Batch | None] | None = None,
-        on_ack: Callable[[int], None] = _ignore,
-        on_rank_ack: Callable[[int, int], None] = _ignore,
-        on_publish: Callable[[int, str | None], None] = _ignore,
-        on_trained: Callable[[int], None] = _ignore,
-        on_done: Callable[[], None] = _ignore,
-        when_durable: Callable[[Callable[[], None]], None] = _at_once,
+        on_ack: Callable[[int], None] = ignore,
+        on_rank_ack: Callable[[int, int], None] = ignore,
+        on_publish: Callable[[int, str | None], None] = ignore,
+        on_trained: Callable[[int], None] = ignore,
+        on_done: Callable[[], None] = ignore,
+        when_durable: Callable[[Callable[[], None]], None] = at_once,
         keys: ServerKeys | None = None,
         probe_s: float = 5.0,
     ) -> None:
