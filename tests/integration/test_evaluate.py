@@ -1,0 +1,57 @@
+"""`orchestrator eval`: the evaluations alone, as a command, against a real policy server."""
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+
+CONFIG = """\
+run_dir = "{run_dir}"
+[local]
+[[train.env]]
+id = "builtin::reverse"
+ratio = 1.0
+[eval]
+num_examples = 3
+rollouts_per_example = 2
+sampling = {{ max_tokens = 8 }}
+[[eval.env]]
+id = "builtin::reverse"
+[[eval.env]]
+id = "builtin::agree"
+"""
+
+
+async def run_eval(tmp_path: Path, *options: str) -> tuple[int | None, str, str]:
+    config = tmp_path / "eval.toml"
+    config.write_text(CONFIG.format(run_dir=tmp_path / "run"))
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        *("-c", "import sys; from orchestrator.cli import main; sys.exit(main())"),
+        *("eval", str(config), *options),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    out, errors = await process.communicate()
+    return process.returncode, out.decode(), errors.decode()
+
+
+async def test_every_env_is_evaluated_once_and_printed_as_json(tmp_path: Path) -> None:
+    """One line per env with avg@k, pass@k and failures; also for an env that scores whole groups."""
+    code, out, errors = await run_eval(tmp_path, "--json")
+    assert code == 0, errors
+    results = {result["env"]: result for result in map(json.loads, out.splitlines())}
+    assert set(results) == {"eval-builtin::reverse", "eval-builtin::agree"}
+    for result in results.values():
+        assert (result["tasks"], result["k"], result["rollouts"], result["failures"]) == (3, 2, 6, 0)
+        assert 0 <= result["avg@2"] <= 1
+        assert 0 <= result["pass@1"] <= result["pass@2"] <= 1
+
+
+async def test_a_table_is_printed_for_people(tmp_path: Path) -> None:
+    """Names, tasks and scores; nothing is trained, so there is no journal."""
+    code, out, errors = await run_eval(tmp_path)
+    assert code == 0, errors
+    assert "builtin::agree" in out
+    assert "avg@k" in out
+    assert not (tmp_path / "run" / "journal").exists()
