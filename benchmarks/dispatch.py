@@ -19,9 +19,9 @@ import uvloop
 from benchmarks.frame import Figure
 from orchestrator.config import Config
 from orchestrator.config.sections import InferenceConfig
-from orchestrator.health import calm_garbage_collector
 from orchestrator.local.children import LocalChildren
 from orchestrator.service import Service, start_service
+from orchestrator.service.health import calm_garbage_collector
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ import zmq
 
 from benchmarks.frame import Figure, median_and_spread
 from envs import Environment, Model, Rollout, Sequence, Task, Tasks, wire
-from orchestrator.env import Env, EnvSpec, RunOutcome, RunRequest, RunResult
+from orchestrator.env_servers.env import Env, EnvSpec, RolloutRequest, RunOutcome, RunResult
 
 INFLIGHT = 256
 SMALL = 64
@@ -128,10 +128,10 @@ async def keep_inflight(env: Env, count: int, base_url: str = "http://127.0.0.1:
     def submit() -> None:
         state["sent"] += 1
         env.submit(
-            RunRequest("train", state["sent"] % 1000, base_url, session="group", cache_salt="3"), on_done
+            RolloutRequest("train", state["sent"] % 1000, base_url, session="group", cache_salt="3"), on_done
         )
 
-    def on_done(request: RunRequest, outcome: RunOutcome) -> None:
+    def on_done(request: RolloutRequest, outcome: RunOutcome) -> None:
         if not isinstance(outcome, RunResult):
             if not done.done():
                 done.set_exception(RuntimeError(str(outcome)))

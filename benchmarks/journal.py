@@ -22,8 +22,9 @@ from numpy.typing import NDArray
 
 from benchmarks.frame import Figure, median_and_spread
 from envs import wire
-from orchestrator.group import Batch, Group, TrainTask
+from orchestrator.groups.group import Batch, Group
 from orchestrator.journal import Journal
+from orchestrator.tasks.task import TrainTask
 
 GROUPS_PER_S = 500
 ROLLOUTS = 8

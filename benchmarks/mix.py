@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from benchmarks.frame import Figure, median_and_spread
 from orchestrator.mix import EnvMixStrategy, build_mix
-from orchestrator.simulate import MixBuilder, Outcome, Regime, Scenario, SimEnv, percentile, simulate
+from orchestrator.simulate import MixBuilder, MixResult, Regime, Scenario, SimEnv, percentile, simulate
 
 THREE = (SimEnv("a", 0.4, 1.0, 0.0), SimEnv("b", 0.3, 5.0, 0.1), SimEnv("c", 0.3, 20.0, 0.4))
 BASE = Scenario(THREE)
@@ -29,7 +29,7 @@ ZIPF = replace(
 SWAPPED = replace(BASE, regime=Regime(5_120, {"a": (20.0, 0.4), "c": (1.0, 0.0)}))
 RARE = replace(BASE, envs=[SimEnv("a", 0.5), SimEnv("b", 0.49), SimEnv("rare", 0.01, 50.0)], steps=200)
 
-Measure = Callable[[Outcome], float]
+Measure = Callable[[MixResult], float]
 
 
 def using(strategy: str, *, breaker: bool = True) -> MixBuilder:

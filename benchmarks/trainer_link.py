@@ -14,9 +14,10 @@ import numpy as np
 import zmq
 
 from benchmarks.frame import Figure, median_and_spread
-from orchestrator.group import Batch, Group, TrainTask
-from orchestrator.serving.server import BatchServer
+from orchestrator.groups.group import Batch, Group
+from orchestrator.tasks.task import TrainTask
 from orchestrator.trainer import TrainerClient
+from orchestrator.trainer_link.server import BatchServer
 
 SEQUENCES = 1024
 TOKENS = 2048

@@ -20,7 +20,7 @@ import uvloop
 
 from benchmarks.environments.cpu_time import cpu_s
 from benchmarks.frame import Figure, median_and_spread
-from orchestrator.env import Env, EnvSpec, RunOutcome, RunRequest, RunResult
+from orchestrator.env_servers.env import Env, EnvSpec, RolloutRequest, RunOutcome, RunResult
 
 HERE = Path(__file__).parent
 VENV = HERE.parent / ".venv-verifiers-classic"
@@ -91,7 +91,7 @@ async def _measure(env: Env, url: str, rollouts: int) -> Sample:
     done = asyncio.get_running_loop().create_future()
     left = submitted = rollouts
 
-    def on_done(request: RunRequest, outcome: RunOutcome) -> None:
+    def on_done(request: RolloutRequest, outcome: RunOutcome) -> None:
         nonlocal left
         if not isinstance(outcome, RunResult) or not len(outcome.tokens):
             done.set_exception(RuntimeError(f"a rollout failed: {outcome}"))
@@ -105,7 +105,7 @@ async def _measure(env: Env, url: str, rollouts: int) -> Sample:
     def submit() -> None:
         nonlocal submitted
         submitted -= 1
-        env.submit(RunRequest("train", submitted % 512, url, session=str(submitted)), on_done)
+        env.submit(RolloutRequest("train", submitted % 512, url, session=str(submitted)), on_done)
 
     server = next(iter(env.pids.values()))
     wall, cpu, server_cpu = time.perf_counter(), time.process_time(), cpu_s(server)

@@ -16,28 +16,27 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import structlog
 import zmq
 
 from envs import wire
-from envs.curve import Gatekeeper, KeyPair, ServerKeys, off_loopback, secure_server
+from envs.curve import Gatekeeper, off_loopback, secure_server
 from envs.drained import DrainedSocket
 from envs.environment import Environment
 from envs.errors import EnvironmentLoadError
 from envs.inference_client import InferenceClient
 from envs.lifeline import Lifeline
 from envs.loader import load_environment
-from envs.logs import LogFormat, configure_logging
+from envs.logs import configure_logging
 from envs.running import Runner
+from envs.server_spec import EXIT_STARTUP, ServerSpec
 from envs.sessions import ActiveRun, Sessions
 from envs.watchdog import LoopWatchdog
 
 log = structlog.get_logger()
 
-EXIT_STARTUP = 3
 EXIT_STUCK = 1
 _BEAT_S = 1.0
 _STOP_RUNS_S = 5.0
@@ -47,36 +46,6 @@ _LINGER_MS = 1000
 
 class ServerStartError(Exception):
     """The server cannot start; the message is one line for the user."""
-
-
-class ServerSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything a server is told: `name` is its own, `env` the environment's. `splits` are loaded before it is ready."""
-
-    name: str
-    id: str
-    bind: str
-    env: str = ""
-    args: dict[str, Any] = {}
-    splits: list[str] = []
-    capacity: int = 256
-    insecure: bool = False
-    curve_secret: str = ""
-    curve_public: str = ""
-    curve_clients: list[str] = []
-    key_variables: list[str] = []
-    log_level: str = "info"
-    log_format: LogFormat = "json"
-    parent_pid: int = 0
-
-    def __repr__(self) -> str:
-        """Without keys and arguments, which may be secret."""
-        return f"ServerSpec(name={self.name!r}, id={self.id!r}, bind={self.bind!r})"
-
-    @property
-    def keys(self) -> ServerKeys | None:
-        if not self.curve_secret:
-            return None
-        return ServerKeys(KeyPair(self.curve_public, self.curve_secret), tuple(self.curve_clients))
 
 
 class EnvServer:

@@ -22,7 +22,7 @@ import structlog
 from envs.curve import off_loopback, read_key, read_pair
 from envs.loader import parse_id
 from envs.logs import configure_logging
-from envs.server import EXIT_STARTUP, ServerSpec
+from envs.server_spec import EXIT_STARTUP, ServerSpec
 from orchestrator.cli.env import UsageError
 
 _STOP_S = 20.0

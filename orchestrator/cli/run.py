@@ -47,7 +47,7 @@ def _add(
 
 def check_command(arguments: argparse.Namespace) -> int:
     """Print the resolved configuration and what would be started."""
-    from orchestrator.blueprint import describe_start, verify
+    from orchestrator.service.blueprint import describe_start, verify
 
     config = load_config(arguments.config, arguments.overrides)
     verify(config)
@@ -68,7 +68,7 @@ def run_command(arguments: argparse.Namespace) -> int:
 
 def eval_command(arguments: argparse.Namespace) -> int:
     """Run the evaluations alone."""
-    from orchestrator.evaluate import evaluate
+    from orchestrator.service.evaluate import evaluate
 
     config = load_config(arguments.config, arguments.overrides)
     return run_loop(lambda: evaluate(config, as_json=arguments.json))
@@ -86,9 +86,9 @@ async def _run(config: Config, *, fresh: bool) -> int:
     import structlog
 
     from envs.logs import configure_logging
-    from orchestrator.health import calm_garbage_collector
-    from orchestrator.progress import print_summary, show_progress
     from orchestrator.service import start_service
+    from orchestrator.service.health import calm_garbage_collector
+    from orchestrator.views.progress import print_summary, show_progress
 
     console, display = _console(config)
     if display:

@@ -21,7 +21,7 @@ from orchestrator.errors import ConfigError
 from orchestrator.mix import STRATEGIES, EnvShare, build_mix, mix_targets
 from orchestrator.mix.delivered import largest_deviation
 from orchestrator.mix.strategy import EnvMixStrategy
-from orchestrator.simulate import MixBuilder, Outcome, Scenario, SimEnv, percentile, simulate
+from orchestrator.simulate import MixBuilder, MixResult, Scenario, SimEnv, percentile, simulate
 
 PLOT_COLUMNS = 40
 BARS = "▁▂▃▄▅▆▇"
@@ -117,7 +117,7 @@ def build_scenario(config: Config, args: argparse.Namespace) -> Scenario:
     )
 
 
-def print_comparison(scenario: Scenario, outcomes: Mapping[str, Outcome], console: Console) -> None:
+def print_comparison(scenario: Scenario, outcomes: Mapping[str, MixResult], console: Console) -> None:
     """All strategies side by side; the configured one comes first."""
     print_envs(scenario, console)
     table = Table(title="deviations in percentage points of the largest", title_justify="left")
@@ -153,7 +153,7 @@ def print_envs(scenario: Scenario, console: Console) -> None:
     console.print(table)
 
 
-def print_plot(targets: Mapping[str, float], outcomes: Mapping[str, Outcome], console: Console) -> None:
+def print_plot(targets: Mapping[str, float], outcomes: Mapping[str, MixResult], console: Console) -> None:
     """Each env's share over time, one row of bars per strategy and env."""
     title = (
         f"delivered mix over time ({BARS[3]} on target, {BARS[0]} half of it or less, {BARS[-1]} half more)"
@@ -166,7 +166,7 @@ def print_plot(targets: Mapping[str, float], outcomes: Mapping[str, Outcome], co
     console.print(table)
 
 
-def sparkline(outcome: Outcome, env: str, target: float) -> str:
+def sparkline(outcome: MixResult, env: str, target: float) -> str:
     """The env's share in each stretch of the run, as a row of bars."""
     batches = outcome.batches
     columns = min(PLOT_COLUMNS, len(batches))
@@ -181,7 +181,7 @@ def sparkline(outcome: Outcome, env: str, target: float) -> str:
     return "".join(bars)
 
 
-def _figures(outcome: Outcome) -> dict[str, str]:
+def _figures(outcome: MixResult) -> dict[str, str]:
     if not outcome.batches:
         return dict.fromkeys(FIGURES, "–") | {FIGURES[0]: "0"}
     deviations = outcome.batch_deviations()

@@ -31,7 +31,7 @@ def status_command(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
     from orchestrator.facts import Status
-    from orchestrator.progress import render
+    from orchestrator.views.progress import render
 
     url = arguments.url or _address_of(arguments.run_dir)
     body = _fetch(f"{url.rstrip('/')}/api/status", arguments.token_env)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from orchestrator.dispatch.work import Attempt, PendingGroup
-from orchestrator.group import TrainTask
+from orchestrator.tasks.task import EvalTask, TrainTask
 
 
 class EnvPort(Protocol):
@@ -38,16 +38,7 @@ class Placement(Protocol):
 class EvalSource(Protocol):
     """Where evaluation tasks come from."""
 
-    def next_eval(self, eligible: Collection[str]) -> "EvalWork | None": ...
-
-
-@dataclass(frozen=True, slots=True)
-class EvalWork:
-    """One evaluation task and how often it is attempted; `context` goes back to whoever asked."""
-
-    task: TrainTask
-    size: int
-    context: Any
+    def next_eval(self, eligible: Collection[str]) -> EvalTask | None: ...
 
 
 class Mix(Protocol):

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from envs.rollout import Float32s, Int32s, Uint8s
 from envs.wire import RolloutHeader
 from orchestrator.dispatch.ledger import Lane
-from orchestrator.group import TrainTask
+from orchestrator.tasks.task import TrainTask
 
 
 class RunData(Protocol):

@@ -1,7 +1,7 @@
 """Watches one endpoint: is it alive, does it have the right weights, does it make progress, how full is it.
 
 One `EndpointWatch` per endpoint, each in its own task, so that a mute server delays nobody else. It finds out
-and reports; the pool (through `Service`) changes states. An endpoint enters service only by `admit`: it
+and reports; the pool (through `Transitions`) changes states. An endpoint enters service only by `admit`: it
 answers, lists the model, serves the newest weights and, once it was lost, has finished a request.
 
 A hung engine keeps answering health checks. It shows by rollouts that fail in a row or by rollouts in flight
@@ -50,7 +50,7 @@ class HealthPolicy:
     progress_timeout_s: float = 120.0
 
 
-class Service(Protocol):
+class Transitions(Protocol):
     """The transitions of an endpoint, made by the pool."""
 
     def enter(self, endpoint: Endpoint) -> None:
@@ -74,7 +74,7 @@ class EndpointWatch:
     api: EngineApi
     controller: ConcurrencyController
     sync: WeightSync
-    service: Service
+    service: Transitions
     policy: HealthPolicy
     model: str
     clock: Callable[[], float]

@@ -22,7 +22,7 @@ from types import TracebackType
 from typing import IO, Any, Self
 
 from orchestrator.errors import JournalError
-from orchestrator.group import Batch, Group
+from orchestrator.groups.group import Batch, Group
 from orchestrator.journal.reader import JournalReader, Recovered
 from orchestrator.journal.schema import lock_run_dir, move_aside
 from orchestrator.journal.store import JournalStore

@@ -17,7 +17,8 @@ from pathlib import Path
 
 import numpy as np
 
-from orchestrator.group import Group, TrainTask
+from orchestrator.groups.group import Group
+from orchestrator.tasks.task import TrainTask
 
 SEGMENT_BYTES = 32 * 1024 * 1024
 _IOV_MAX = 1024

@@ -13,9 +13,10 @@ from types import TracebackType
 from typing import Any, ClassVar, Self
 
 from orchestrator.errors import JournalError
-from orchestrator.group import Batch, Group, TrainTask
+from orchestrator.groups.group import Batch, Group
 from orchestrator.journal.payloads import DamagedPayloadError, Place, group_from, read_payload
 from orchestrator.journal.schema import DATABASE, DIRECTORY, PAYLOADS, open_for_reading
+from orchestrator.tasks.task import TrainTask
 
 
 @dataclass(frozen=True, slots=True)

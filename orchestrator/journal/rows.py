@@ -7,7 +7,7 @@ import sqlite3
 
 import numpy as np
 
-from orchestrator.group import Batch, Group
+from orchestrator.groups.group import Batch, Group
 from orchestrator.journal.payloads import Place
 
 GROUP_COLUMNS = (

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.errors import JournalError
-from orchestrator.group import Batch, Group
+from orchestrator.groups.group import Batch, Group
 from orchestrator.journal.payloads import (
     SEGMENT_BYTES,
     DamagedPayloadError,

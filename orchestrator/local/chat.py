@@ -9,7 +9,7 @@ from uuid import uuid4
 
 import msgspec
 
-from orchestrator.local.engine import Completion, Sampling
+from orchestrator.local.engine import Generation, Sampling
 from orchestrator.local.tokenizer import ChatError, apply_chat_template, describe
 
 T = TypeVar("T")
@@ -80,7 +80,7 @@ def read_request(body: ChatRequest, *, model: str, max_model_len: int) -> tuple[
     return prompt, Sampling(min(asked or room, room), temperature, tuple(filter(None, stop)), body.seed)
 
 
-def describe_completion(body: ChatRequest, completion: Completion) -> dict[str, Any]:
+def describe_completion(body: ChatRequest, completion: Generation) -> dict[str, Any]:
     """The answer to a request, with the token ids and log-probabilities that it asked for."""
     tokens = completion.token_ids
     choice: dict[str, Any] = {

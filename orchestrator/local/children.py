@@ -9,10 +9,10 @@ from typing import Self
 
 import msgspec
 
+from orchestrator.env_servers.processes import ChildProcess, describe_exit
 from orchestrator.errors import OrchestratorError, TrainerLinkError
-from orchestrator.local.server import ServerSpec, reserve_port
+from orchestrator.local.server import PolicyServerSpec, reserve_port
 from orchestrator.local.trainer import TrainerSpec
-from orchestrator.servers.processes import ChildProcess, describe_exit
 
 
 class LocalChildren:
@@ -45,7 +45,7 @@ class LocalChildren:
         """Start the policy server; returns its base URL. It brings its weights up to date like any other engine."""
         self._port = reserve_port()
         port = self._port.getsockname()[1]
-        spec = ServerSpec(port=port, reuse_port=True, model=model, seed=seed, latency_s=latency_s)
+        spec = PolicyServerSpec(port=port, reuse_port=True, model=model, seed=seed, latency_s=latency_s)
         self._server = self._start("orchestrator.local.server", spec, "policy.log")
         return f"http://127.0.0.1:{port}/v1"
 

@@ -44,7 +44,7 @@ class Sampling:
 
 
 @dataclass(slots=True, eq=False)
-class Completion:
+class Generation:
     """One completion, growing while it is decoded. `logprobs` are the policy's own, before temperature."""
 
     prompt: list[int]
@@ -78,9 +78,9 @@ class Engine:
         self.generated_tokens = 0
         self._frozen = False
         self._rng = np.random.default_rng(seed)
-        self._requests: set[Completion] = set()
-        self._waiting: deque[Completion] = deque()
-        self._batch: list[Completion] = []
+        self._requests: set[Generation] = set()
+        self._waiting: deque[Generation] = deque()
+        self._batch: list[Generation] = []
         self._wake = asyncio.Event()
         self._drained = asyncio.Event()
 
@@ -94,10 +94,10 @@ class Engine:
         """Requests that are not being decoded yet."""
         return len(self._waiting)
 
-    async def generate(self, prompt: list[int], sampling: Sampling) -> Completion:
+    async def generate(self, prompt: list[int], sampling: Sampling) -> Generation:
         """Decode one completion."""
         loop = asyncio.get_running_loop()
-        completion = Completion(prompt, sampling, loop.create_future())
+        completion = Generation(prompt, sampling, loop.create_future())
         self._requests.add(completion)
         self.prompt_tokens += len(prompt)
         delay = loop.call_later(self.latency_s, self._enqueue, completion) if self.latency_s else None
@@ -152,7 +152,7 @@ class Engine:
         self._batch.clear()
         self._waiting.clear()
 
-    def _enqueue(self, completion: Completion) -> None:
+    def _enqueue(self, completion: Generation) -> None:
         if not completion.future.done():
             self._waiting.append(completion)
             self._wake.set()
@@ -200,7 +200,7 @@ def choose(logprobs: Float32s, temperatures: NDArray[np.float64], draws: NDArray
     return chosen
 
 
-def _extend(completion: Completion, token: int, logprob: float) -> None:
+def _extend(completion: Generation, token: int, logprob: float) -> None:
     completion.token_ids.append(token)
     completion.logprobs.append(logprob)
     if token == END:
@@ -216,7 +216,7 @@ def _extend(completion: Completion, token: int, logprob: float) -> None:
         _finish(completion, FinishReason.LENGTH)
 
 
-def _finish(completion: Completion, reason: FinishReason, text: str | None = None) -> None:
+def _finish(completion: Generation, reason: FinishReason, text: str | None = None) -> None:
     if not completion.future.done():
         completion.text = decode(completion.token_ids) if text is None else text
         completion.finish_reason = reason

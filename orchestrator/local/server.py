@@ -4,7 +4,7 @@ Chat completions with token ids and log-probabilities, health, models, metrics u
 new weights from a folder. A mistake in a request is answered in OpenAI's error form and changes nothing; weights
 that cannot be loaded leave the old ones in place. Holds no state but its engine's and the label of the weights.
 
-As a child process (`python -m orchestrator.local.server`) it reads its `ServerSpec` as one JSON line from
+As a child process (`python -m orchestrator.local.server`) it reads its `PolicyServerSpec` as one JSON line from
 standard input, prints one JSON line with its `base_url` when it is ready, and ends when standard input does:
 no server outlives the process that started it.
 """
@@ -29,7 +29,7 @@ from orchestrator.local.policy import Policy, WeightsError, load_policy
 _SHUTDOWN_S = 2.0
 
 
-class ServerSpec(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
+class PolicyServerSpec(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
     """What a server needs to know.
 
     Port 0 picks a free one; `reuse_port` is for a port that the parent holds with `reserve_port`. `weights` is a
@@ -63,7 +63,7 @@ class VersionRequest(msgspec.Struct):
 class PolicyServer:
     """The routes of one engine."""
 
-    def __init__(self, spec: ServerSpec, engine: Engine) -> None:
+    def __init__(self, spec: PolicyServerSpec, engine: Engine) -> None:
         self.spec = spec
         self.engine = engine
         self.label = "default"
@@ -195,13 +195,13 @@ async def run_policy_server(
 ) -> AsyncIterator[str]:
     """Serve a policy in this event loop; yields the base URL, with its /v1."""
     async with serve(
-        ServerSpec(port=port, model=model, seed=seed, latency_s=latency_s, weights=weights)
+        PolicyServerSpec(port=port, model=model, seed=seed, latency_s=latency_s, weights=weights)
     ) as base_url:
         yield base_url
 
 
 @asynccontextmanager
-async def serve(spec: ServerSpec) -> AsyncIterator[str]:
+async def serve(spec: PolicyServerSpec) -> AsyncIterator[str]:
     """Serve what a spec says; yields the base URL."""
     policy = load_policy(Path(spec.weights)) if spec.weights else Policy()
     engine = Engine(policy, seed=spec.seed, latency_s=spec.latency_s, max_batch=spec.max_num_seqs)
@@ -248,7 +248,7 @@ def _json(content: Any, *, status: int = 200) -> web.Response:
     return web.Response(body=msgspec.json.encode(content), status=status, content_type="application/json")
 
 
-async def _serve_until_parent_ends(spec: ServerSpec) -> None:
+async def _serve_until_parent_ends(spec: PolicyServerSpec) -> None:
     loop = asyncio.get_running_loop()
     ended = asyncio.Event()
     loop.add_signal_handler(signal.SIGTERM, ended.set)
@@ -260,7 +260,7 @@ async def _serve_until_parent_ends(spec: ServerSpec) -> None:
 
 def main() -> None:
     """Entry point of the child process."""
-    spec = read_spec(ServerSpec)
+    spec = read_spec(PolicyServerSpec)
     with suppress(KeyboardInterrupt), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_serve_until_parent_ends(spec))
 

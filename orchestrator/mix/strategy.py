@@ -4,7 +4,7 @@ Owns the contract: names and normalised targets, what callers report (dispatched
 rules that hold for all strategies: an env of zero weight is never picked, `eligible` restricts one pick without
 touching what the others are owed, a report about an env that is not part of the mix is counted in `unknown`.
 Counts are rollouts. Time comes in as an argument; a strategy has no clock, no I/O and no other randomness than
-the generator it was given. Which example of an env comes next is not its business (see `orchestrator.source`).
+the generator it was given. Which example of an env comes next is not its business (see `orchestrator.tasks.source`).
 """
 
 import math

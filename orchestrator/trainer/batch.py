@@ -1,4 +1,4 @@
-"""A batch as a trainer sees it, and how it is turned into bytes.
+"""A batch as a trainer sees it, and how it is read from bytes.
 
 The frames of a batch are a function of the step, the version, the groups, the rank and the world size and of nothing
 else, so asking again, over any transport and after any crash, gives the same bytes. Arrays are little-endian and
@@ -9,24 +9,17 @@ A trainer imports this, so it needs msgspec and numpy only and nothing of the se
 """
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from orchestrator.trainer.partition import partition
 from orchestrator.trainer.protocol import ProtocolError
-
-if TYPE_CHECKING:
-    # Only the service has groups; a trainer must not need what they import.
-    from orchestrator.group import Batch
 
 Int32s = NDArray[np.int32]
 Uint8s = NDArray[np.uint8]
 Float32s = NDArray[np.float32]
-
-_encoder = msgspec.msgpack.Encoder()
 
 
 class GroupHeader(msgspec.Struct, frozen=True, array_like=True):
@@ -55,46 +48,8 @@ class BatchHeader(msgspec.Struct, frozen=True):
 
 
 _header_decoder = msgspec.msgpack.Decoder(BatchHeader)
-_DTYPES = ("<i4", "<i4", "<f4", "<f4", "<i4", "<f4", "u1")
-BATCH_FRAMES = 1 + len(_DTYPES)
-
-
-def encode_batch(batch: "Batch", rank: int, world_size: int) -> list[bytes | memoryview]:
-    """The frames of a batch for one rank. Copies its arrays once; ValueError unless the ranks share it evenly."""
-    lengths = [length for group in batch.groups for length in group.lengths]
-    mine = partition(lengths, world_size)[rank]
-    owners = [(number, index) for number, group in enumerate(batch.groups) for index in range(group.size)]
-    starts = [np.concatenate(([0], np.cumsum(group.lengths))).tolist() for group in batch.groups]
-    used = {number: new for new, number in enumerate(sorted({owners[index][0] for index in mine}))}
-    pieces: list[tuple[int, slice]] = []
-    for index in mine:
-        number, within = owners[index]
-        pieces.append((number, slice(starts[number][within], starts[number][within + 1])))
-    groups = batch.groups
-    header = BatchHeader(
-        step=batch.step,
-        version=batch.version,
-        rank=rank,
-        world_size=world_size,
-        batch_size=len(lengths),
-        groups=[
-            GroupHeader(groups[n].id, groups[n].env, groups[n].version, groups[n].version_end) for n in used
-        ],
-    )
-    arrays = (
-        np.asarray([lengths[index] for index in mine], "<i4"),
-        np.asarray([used[number] for number, _ in pieces], "<i4"),
-        np.asarray([groups[owners[i][0]].rewards[owners[i][1]] for i in mine], "<f4"),
-        np.asarray([groups[owners[i][0]].advantages[owners[i][1]] for i in mine], "<f4"),
-        _join([groups[number].tokens[piece] for number, piece in pieces], "<i4"),
-        _join([groups[number].logprobs[piece] for number, piece in pieces], "<f4"),
-        _join([groups[number].mask[piece] for number, piece in pieces], "u1"),
-    )
-    return [_encoder.encode(header), *(array.data.cast("B") if array.size else b"" for array in arrays)]
-
-
-def _join(pieces: list[NDArray[Any]], dtype: str) -> NDArray[Any]:
-    return np.concatenate(pieces).astype(dtype, copy=False) if pieces else np.empty(0, dtype)
+DTYPES = ("<i4", "<i4", "<f4", "<f4", "<i4", "<f4", "u1")
+BATCH_FRAMES = 1 + len(DTYPES)
 
 
 class TrainingSequence:
@@ -231,7 +186,7 @@ def decode_batch(frames: Sequence[Any]) -> TrainingBatch:
         raise ProtocolError(f"a batch has {BATCH_FRAMES} frames, got {len(frames)}")
     try:
         header = _header_decoder.decode(frames[0])
-        arrays = [_view(frame, dtype) for frame, dtype in zip(frames[1:], _DTYPES, strict=True)]
+        arrays = [_view(frame, dtype) for frame, dtype in zip(frames[1:], DTYPES, strict=True)]
     except (msgspec.MsgspecError, ValueError) as error:
         raise ProtocolError(f"a batch cannot be decoded: {error}") from error
     total = int(arrays[0].sum())

@@ -32,7 +32,7 @@ from orchestrator.trainer.protocol import (
     Request,
     Served,
 )
-from orchestrator.trainer.session import Reply, TrainerSession
+from orchestrator.trainer.session import Answered, TrainerSession
 
 T = TypeVar("T")
 Waiting = Generator[float, None, T]
@@ -72,7 +72,7 @@ class _Conversation:
         self._after = resume_after
         self._in_hand: int | None = None
         self._ahead: int | None = None
-        self._replies: dict[int, Reply] = {}
+        self._replies: dict[int, Answered] = {}
         self._heard_at = 0.0
         self._keys = {"server_key": server_key, "public_key": public_key, "secret_key": secret_key}
         self._channel: Channel
@@ -151,10 +151,10 @@ class _Conversation:
             self._channel.send(frame)
         return request.id
 
-    def _request(self, request: Request) -> Waiting[Reply]:
+    def _request(self, request: Request) -> Waiting[Answered]:
         return (yield from self._wait(self._ask(request)))
 
-    def _wait(self, request_id: int) -> Waiting[Reply]:
+    def _wait(self, request_id: int) -> Waiting[Answered]:
         # The time spent on training is no silence of the service's.
         self._heard_at = time.monotonic()
         try:
@@ -192,7 +192,7 @@ class _Conversation:
             )
         return self._ping_s
 
-    def _batch_of(self, reply: Reply) -> TrainingBatch | None:
+    def _batch_of(self, reply: Answered) -> TrainingBatch | None:
         match reply.answer:
             case Served(step=step):
                 try:

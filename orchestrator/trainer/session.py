@@ -35,7 +35,7 @@ from orchestrator.trainer.protocol import (
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class Answered:
     """An answer; `frames` are those of the batch for `served`."""
 
     answer: Answer
@@ -84,7 +84,7 @@ class TrainerSession:
         """What to send when nothing has come for a while."""
         return encode(Ping()) if self._joined else self.hello()
 
-    def receive(self, frames: Sequence[Any]) -> tuple[list[bytes], Reply | None]:
+    def receive(self, frames: Sequence[Any]) -> tuple[list[bytes], Answered | None]:
         """Take a message in: what to send now, and the answer that it is, if it is one that is waited for."""
         try:
             message = decode_to_trainer(frames[0])
@@ -107,7 +107,7 @@ class TrainerSession:
                 return [], None
             case Served() | Missing() | Finished() | Ok():
                 known = self._asked.pop(message.id, None) is not None
-                return [], Reply(message, frames[1:]) if known else None
+                return [], Answered(message, frames[1:]) if known else None
 
     def _check_run(self, welcome: Welcome) -> None:
         if self.welcome is not None and self.welcome.run != welcome.run:

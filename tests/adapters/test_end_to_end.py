@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.local.server import ServerSpec, serve
+from orchestrator.local.server import PolicyServerSpec, serve
 from orchestrator.trainer import AsyncTrainerClient, TrainingBatch
 from tests.adapters.conftest import HERE, Driver
 from tests.adapters.venvs import ALL, CLASSIC, REASONING_GYM, V1, Venv
@@ -99,7 +99,7 @@ async def test_all_families_train_together_and_survive_the_loss_of_their_servers
     datasets = random.Random(os.environ.get("DATASETS_SEED", "0")).sample(names, 20)
     envs = environments(datasets)
     address = f"ipc://{sockets}/trainer"
-    async with serve(ServerSpec(max_model_len=65536)) as base_url:
+    async with serve(PolicyServerSpec(max_model_len=65536)) as base_url:
         config = write_config(
             tmp_path / "config.toml",
             settings(

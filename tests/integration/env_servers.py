@@ -11,9 +11,9 @@ from typing import Any
 
 import msgspec
 
-from envs.server import ServerSpec
-from orchestrator.env import Env, EnvSpec, RunFailure, RunOutcome, RunRequest, RunResult
-from orchestrator.servers.processes import ChildProcess
+from envs.server_spec import ServerSpec
+from orchestrator.env_servers.env import Env, EnvSpec, RolloutRequest, RunFailure, RunOutcome, RunResult
+from orchestrator.env_servers.processes import ChildProcess
 
 ROOT = Path(__file__).parent.parent.parent
 MODULE = "tests.integration.server_envs"
@@ -31,9 +31,9 @@ def spec(tmp_path: Path, environment: str = "Quick", **fields: Any) -> EnvSpec:
     return EnvSpec(**(defaults | fields))
 
 
-def request(index: int = 0, **fields: Any) -> RunRequest:
+def request(index: int = 0, **fields: Any) -> RolloutRequest:
     defaults: dict[str, Any] = {"split": "train", "index": index, "base_url": "http://127.0.0.1:9/v1"}
-    return RunRequest(**(defaults | fields))
+    return RolloutRequest(**(defaults | fields))
 
 
 class Asked:
@@ -44,13 +44,13 @@ class Asked:
         self.ends: dict[int, list[RunOutcome]] = {}
         self._changed = asyncio.Event()
 
-    def submit(self, *requests: RunRequest) -> None:
+    def submit(self, *requests: RolloutRequest) -> None:
         for one in requests:
             self.ends[id(one)] = []
             one.context = one  # keeps its identity alive as long as the request
             self._env.submit(one, self._on_done)
 
-    def _on_done(self, request: RunRequest, outcome: RunOutcome) -> None:
+    def _on_done(self, request: RolloutRequest, outcome: RunOutcome) -> None:
         self.ends[id(request)].append(outcome)
         self._changed.set()
 

@@ -20,12 +20,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from envs.server import ServerSpec
+from envs.server_spec import ServerSpec
+from orchestrator.env_servers.processes import ChildProcess
 from orchestrator.journal import JournalReader, Recovered
 from orchestrator.local.server import run_policy_server
 from orchestrator.mix import build_mix
-from orchestrator.servers.processes import ChildProcess
-from orchestrator.source import SourceEnv, TrainSource
+from orchestrator.tasks.source import SourceEnv, TrainSource
 from tests.integration.env_servers import ROOT, until
 from tests.integration.recording_trainer import TrainerRecord, TrainerSpec, arm, read_records
 from tests.integration.service_fixture import Command, TrainerProcess, env, settings, write_config

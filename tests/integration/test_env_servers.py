@@ -16,9 +16,16 @@ import structlog.testing
 
 from envs import wire
 from envs.curve import ClientKeys, generate_pair
-from orchestrator.env import Env, EnvSpec, EvalEnv, EvalSettings, RestartPolicy, TrainEnv, TrainEnvs
+from orchestrator.env_servers.env import (
+    Env,
+    EnvSpec,
+    EvalEnv,
+    EvalSettings,
+    RestartPolicy,
+    TrainEnv,
+    TrainEnvs,
+)
 from orchestrator.errors import EnvError, EnvLostError, EnvProtocolError, EnvStartupError
-from tests.chat_endpoint import chat_endpoint, completion, hang
 from tests.integration.env_servers import (
     MODULE,
     ROOT,
@@ -36,6 +43,7 @@ from tests.integration.env_servers import (
     until,
 )
 from tests.integration.server_envs import Bad, lines
+from tests.support.chat_endpoint import chat_endpoint, completion, hang
 
 
 @pytest.fixture(autouse=True)
@@ -327,16 +335,16 @@ async def test_processes_that_an_environment_started_end_with_its_server(tmp_pat
 
 ORCHESTRATOR = f"""
 import asyncio, pathlib, sys
-from orchestrator.env import Env, EnvSpec, RunRequest
+from orchestrator.env_servers.env import Env, EnvSpec, RolloutRequest
 async def main(where, address):
     where = pathlib.Path(where)
     own = EnvSpec(name="own", id="{MODULE}:Sandboxed", args={{"pids": str(where / "sandboxes")}}, workers=2,
                   log_dir=where / "logs")
     other = EnvSpec(name="other", id="{MODULE}:Chatting", addresses=(address,))
     async with Env(own) as env, Env(other) as elsewhere:
-        env.submit(RunRequest("train", 0, "http://127.0.0.1:9/v1"), print)
-        env.submit(RunRequest("train", 1, "http://127.0.0.1:9/v1"), print)
-        elsewhere.submit(RunRequest("train", 0, sys.argv[3]), print)
+        env.submit(RolloutRequest("train", 0, "http://127.0.0.1:9/v1"), print)
+        env.submit(RolloutRequest("train", 1, "http://127.0.0.1:9/v1"), print)
+        elsewhere.submit(RolloutRequest("train", 0, sys.argv[3]), print)
         (where / "servers").write_text("\\n".join(str(pid) for pid in env.pids.values()))
         await asyncio.Event().wait()
 asyncio.run(main(*sys.argv[1:3]))

@@ -14,11 +14,11 @@ from structlog.testing import capture_logs
 from envs.curve import ServerKeys, generate_pair
 from orchestrator.errors import TrainerLinkError
 from orchestrator.journal import Journal
-from orchestrator.serving.server import BatchServer
 from orchestrator.trainer import AsyncTrainerClient, TrainerClient
-from tests.journal_groups import make_batch
-from tests.trainer_victim import digest
-from tests.waiting import until
+from orchestrator.trainer_link.server import BatchServer
+from tests.support.journal_groups import make_batch
+from tests.support.trainer_victim import digest
+from tests.support.waiting import until
 
 ROOT = Path(__file__).parents[2]
 
@@ -35,7 +35,7 @@ async def victim(address: str) -> AsyncIterator[asyncio.subprocess.Process]:
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
-        "tests.trainer_victim",
+        "tests.support.trainer_victim",
         address,
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,

@@ -1,0 +1,343 @@
+"""The batch buffer: finished groups wait here until an exact batch can be made of them.
+
+A batch is emitted if and only if some set of whole queued groups sums to exactly the batch size and meets
+every minimum, and of those the oldest: walking the queue from its front, a group is in the batch whenever an
+exact batch with it and those already chosen exists. Every group that is added leaves exactly once, taken or
+evicted. Cost does not grow with the queue. A call that raises leaves everything as it was.
+
+It knows an environment's name, a size and a version of what it holds, and nothing of rollouts. It has no
+clock and never waits. It does not refuse what is finished when it is full: `room` tells how much more to start.
+"""
+
+import sys
+from collections.abc import Callable, Collection, Mapping
+from fractions import Fraction
+from operator import index
+from typing import Generic, Literal, TypeVar
+
+from orchestrator.buffer.queue import Entry, EnvQueue, SizeQueue
+from orchestrator.buffer.quotas import Quotas, minimum_counts
+from orchestrator.buffer.rules import ExactRule, QuotaRule, Rule, Selection, TokenRule, describe_misfit
+from orchestrator.buffer.splitting import Cut, plan_cuts
+
+T = TypeVar("T")
+
+_PLACES = 1 << 16
+"""Room between two arrivals, so that the rest of a split group keeps its place in the queue."""
+
+_ARRIVALS = 1 << 64
+"""More places than arrivals can use: ordered by version, each version has its own range."""
+
+
+class BatchBuffer(Generic[T]):
+    """Whole groups in, exact batches out.
+
+    - `batch_size`: sequences of a batch, exact; with `unit="tokens"` the token budget that is never exceeded.
+    - `minimums`: each env's least share of every batch, `ceil(share × batch_size)`; scaled down where they
+      cannot all be kept.
+    - `envs`: the only names that are accepted; any if left out.
+    - `quotas`: each env's target; every batch follows them as nearly as whole groups allow and carries the
+      difference over. An env with less queued than its quota is made up for by the others
+      (`on_starved="redistribute"`) or waited for (`"wait"`).
+    - `on_stuck="split"`: where a full batch is queued but no exact one for `stuck_after_s`, a group is split by
+      `split(item, n)` into its first `n` sequences and the rest.
+    - `max_sequences`: what `room` counts down from.
+    - `order`: the front of the queue is what arrived first, or what was sampled by the oldest version.
+    """
+
+    def __init__(
+        self,
+        batch_size: int,
+        *,
+        minimums: Mapping[str, float] | None = None,
+        envs: Collection[str] | None = None,
+        unit: Literal["sequences", "tokens"] = "sequences",
+        quotas: Mapping[str, float] | None = None,
+        on_starved: Literal["redistribute", "wait"] = "redistribute",
+        on_stuck: Literal["wait", "split"] = "wait",
+        stuck_after_s: float = 60.0,
+        split: Callable[[T, int], tuple[T, T]] | None = None,
+        max_sequences: int | None = None,
+        order: Literal["arrival", "version"] = "arrival",
+    ) -> None:
+        self.batch_size = _whole("batch size", batch_size, least=1)
+        _check_choices(unit=unit, on_starved=on_starved, on_stuck=on_stuck, order=order)
+        if unit == "tokens" and (quotas or on_stuck == "split"):
+            raise ValueError(
+                "quotas and splitting need unit = sequences: a token budget is not filled exactly"
+            )
+        if quotas and minimums:
+            raise ValueError("quotas and minimums exclude each other: a quota is exact")
+        if on_stuck == "split" and split is None:
+            raise ValueError("on_stuck = split needs a function that splits a group")
+        if not stuck_after_s >= 0:
+            raise ValueError(f"stuck_after_s must not be negative, not {stuck_after_s!r}")
+        if max_sequences is not None:
+            _whole("max_sequences", max_sequences, least=self.batch_size if unit == "sequences" else 1)
+        self.unit = unit
+        self.max_sequences = max_sequences
+        self._by_version = order == "version"
+        self._split = split if on_stuck == "split" else None
+        self._stuck_after_s = stuck_after_s
+        self._stuck_since: float | None = None
+        if quotas and envs is not None and set(envs) != set(quotas):
+            raise ValueError(f"quotas must name every env: {sorted(set(envs) ^ set(quotas))} are in one only")
+        if envs is None and quotas:
+            envs = quotas
+        self._known = None if envs is None else dict.fromkeys(envs)
+        self._quotas = Quotas(quotas) if quotas else None
+        self._rule: Rule = _build_rule(self.batch_size, unit, self._quotas, wait=on_starved == "wait")
+        self._envs: dict[str, EnvQueue] = {}
+        self._lanes: dict[tuple[str, int], SizeQueue] = {}
+        self._ranks = 0
+        self._arrivals = 0
+        self._groups = 0
+        self._sequences = 0
+        self._versions: dict[int, int] = {}  # queued groups of each version
+        self._choice: Selection | None = None  # of the queue as it is; None: not known
+        self._ready: bool | None = None  # whether there is a batch; None: not known
+        for env in self._known or ():
+            self._env(env)
+        for env, count in minimum_counts(minimums or {}, self.batch_size).items():
+            self._env(env).minimum = count
+
+    def __len__(self) -> int:
+        return self._groups
+
+    @property
+    def sequences(self) -> int:
+        """Sequences queued in all."""
+        return self._sequences
+
+    @property
+    def tokens(self) -> int:
+        """Tokens queued in all, where the batch counts tokens."""
+        return sum(env.tokens for env in self._envs.values())
+
+    def add(self, item: T, *, env: str, size: int, version: int = 0, tokens: int | None = None) -> None:
+        """Queue a group of `size` sequences; `tokens` is needed where the batch counts tokens."""
+        if type(size) is not int or size < 1:
+            size = _whole("group size", size, least=1)
+        if type(version) is not int:
+            version = _whole("version", version)
+        if self.unit == "tokens":
+            tokens = _whole("tokens", tokens, least=1)
+            if tokens > self.batch_size:
+                raise ValueError(f"a group of {tokens} tokens exceeds the budget of {self.batch_size}")
+            lane = self._lane(env, 0)
+        else:
+            if size > self.batch_size:
+                raise ValueError(f"a group of {size} sequences exceeds the batch of {self.batch_size}")
+            lane = self._lane(env, size)
+        self._arrivals += 1
+        place = self._arrivals * _PLACES
+        if self._by_version:
+            place += version * _ARRIVALS
+        self._insert(lane, (place, version, size, tokens or 0, item, lane.env))
+        if self._ready is not True or self._quotas is not None:
+            self._ready = None  # one more group never takes a batch away, but for quotas
+        self._choice = None
+
+    def take(self, now: float | None = None) -> list[T] | None:
+        """The next batch in queue order, or None. `now` is needed to split groups after a time."""
+        choice = self._choose()
+        if choice is None and self._split is not None and now is not None:
+            choice = self._choose_by_splitting(self._split, now)
+        if choice is None:
+            return None
+        self._stuck_since = None
+        return self._let_go(choice.commit())
+
+    def can_take(self) -> bool:
+        """Whether `take` would return a batch without splitting a group."""
+        return self._ready if self._ready is not None else self._choose() is not None
+
+    def evict_older_than(self, version: int) -> list[T]:
+        """Remove the groups of versions below `version`, in queue order."""
+        if not self._versions or min(self._versions) >= version:
+            return []
+        gone: list[Entry] = []
+        for lane in self._lanes.values():
+            gone += lane.filter(lambda entry: entry[1] >= version)
+        gone.sort(key=lambda entry: entry[0])
+        return self._let_go(gone)
+
+    def set_available(self, env: str, available: bool) -> None:
+        """The minimum of an unavailable env is waived, and its quota never waited for."""
+        queue = self._env(env)
+        if queue.available != available:
+            queue.available = available
+            self._changed()
+
+    def explain(self) -> str:
+        """In one sentence, why there is no batch now, or that there is one."""
+        envs = list(self._envs.values())
+        waived = [f'"{env.name}"' for env in envs if env.minimum and not env.available]
+        note = f" (minimum waived for unavailable {', '.join(waived)})" if waived else ""
+        if self.can_take():
+            return f"a batch of {self.batch_size} {self.unit} can be taken{note}"
+        return (self._rule.shortage(envs) or describe_misfit(self.batch_size, envs)) + note
+
+    def room(self) -> int:
+        """How many more sequences may be started, those in flight included; never below 0.
+
+        Close to the bound, and while no batch can be taken, the bound is a quarter higher: holding back what
+        would complete a batch would be holding back for ever.
+        """
+        if self.max_sequences is None:
+            return sys.maxsize
+        room = self.max_sequences - self._sequences
+        if room < self.max_sequences // 4 and not self.can_take():
+            room += self.max_sequences // 4
+        return max(0, room)
+
+    @property
+    def full(self) -> bool:
+        """Whether nothing more should be started."""
+        return self.room() == 0
+
+    @property
+    def starved(self) -> frozenset[str]:
+        """Envs that have less queued than the next batch must have of them: to be started first."""
+        return frozenset(self._rule.starved(list(self._envs.values())))
+
+    @property
+    def minimums(self) -> dict[str, int]:
+        """Sequences (or tokens) that every batch has at least of each env; 0 where waived."""
+        return {env.name: env.required for env in self._envs.values() if env.minimum}
+
+    @property
+    def queued_by_env(self) -> dict[str, int]:
+        """Sequences queued of each env."""
+        return {env.name: env.sequences for env in self._envs.values()}
+
+    @property
+    def oldest_version(self) -> int | None:
+        """The oldest version that sampled anything queued."""
+        return min(self._versions, default=None)
+
+    def state_dict(self) -> dict[str, str]:
+        """What quotas carry over to the next batch, as exact fractions; what is queued is not part of it."""
+        carried = self._quotas.carried if self._quotas else {}
+        return {env: str(amount) for env, amount in carried.items()}
+
+    def load_state_dict(self, state: Mapping[str, str]) -> None:
+        """Continue with what an earlier run carried over; envs that have no quota now are left out."""
+        carried = {env: Fraction(amount) for env, amount in state.items()}
+        if self._quotas is not None:
+            self._quotas.carried.update({e: c for e, c in carried.items() if e in self._quotas.carried})
+            self._changed()
+
+    def _choose(self) -> Selection | None:
+        if self._choice is None and self._ready is not False:
+            envs = list(self._envs.values())
+            self._choice = None if self._rule.shortage(envs) else self._rule.choose(envs)
+            self._ready = self._choice is not None
+        return self._choice
+
+    def _choose_by_splitting(self, split: Callable[[T, int], tuple[T, T]], now: float) -> Selection | None:
+        """There is no exact batch: once that has lasted long enough, make one by splitting a group."""
+        envs = list(self._envs.values())
+        if self._rule.shortage(envs):
+            self._stuck_since = None
+            return None
+        if self._stuck_since is None:
+            self._stuck_since = now
+        if now - self._stuck_since < self._stuck_after_s:
+            return None
+        cuts = plan_cuts(self.batch_size, envs)
+        parts = [split(cut.entry[4], cut.size) for cut in cuts]
+        for cut, (first, rest) in zip(cuts, parts, strict=True):
+            self._replace(cut, first, rest)
+        self._changed()
+        return self._choose()
+
+    def _replace(self, cut: Cut, first: T, rest: T) -> None:
+        place, version, size, _, _, env = cut.entry
+        cut.lane.remove({cut.lane.offset(cut.entry)})
+        env.sequences -= size
+        self._sequences -= size
+        self._groups -= 1
+        self._versions[version] -= 1
+        for shift, (item, part) in enumerate(((first, cut.size), (rest, size - cut.size))):
+            lane = self._lane(env.name, part)
+            self._insert(lane, (place + shift, version, part, 0, item, env))
+
+    def _insert(self, lane: SizeQueue, entry: Entry) -> None:
+        lane.insert(entry)
+        _, version, size, tokens, _, env = entry
+        env.sequences += size
+        env.tokens += tokens
+        self._sequences += size
+        self._groups += 1
+        self._versions[version] = self._versions.get(version, 0) + 1
+
+    def _let_go(self, entries: list[Entry]) -> list[T]:
+        """Account for groups that have left their lanes."""
+        items: list[T] = []
+        versions = self._versions
+        for _, version, size, tokens, item, env in entries:
+            items.append(item)
+            env.sequences -= size
+            env.tokens -= tokens
+            self._sequences -= size
+            versions[version] -= 1
+        self._groups -= len(entries)
+        for version in [version for version, count in versions.items() if not count]:
+            del versions[version]
+        for lane in [lane for lane in self._lanes.values() if lane.head == len(lane.entries)]:
+            del self._lanes[lane.env.name, lane.size]
+            del lane.env.lanes[lane.size]
+        self._changed()
+        return items
+
+    def _changed(self) -> None:
+        self._choice = None
+        self._ready = None
+
+    def _env(self, name: str) -> EnvQueue:
+        queue = self._envs.get(name)
+        if queue is None:
+            if self._known is not None and name not in self._known:
+                raise ValueError(f'unknown env "{name}"; there are: {", ".join(sorted(self._known))}')
+            queue = self._envs[name] = EnvQueue(name, len(self._envs))
+        return queue
+
+    def _lane(self, env: str, size: int) -> SizeQueue:
+        lane = self._lanes.get((env, size))
+        if lane is None:
+            queue = self._env(env)
+            self._ranks += 1
+            lane = self._lanes[env, size] = queue.lanes[size] = SizeQueue(queue, size, self._ranks)
+        return lane
+
+
+_CHOICES = {
+    "unit": ("sequences", "tokens"),
+    "on_starved": ("redistribute", "wait"),
+    "on_stuck": ("wait", "split"),
+    "order": ("arrival", "version"),
+}
+
+
+def _check_choices(**chosen: str) -> None:
+    for what, value in chosen.items():
+        if value not in _CHOICES[what]:
+            raise ValueError(f"{what} must be one of {', '.join(_CHOICES[what])}, not {value!r}")
+
+
+def _build_rule(size: int, unit: str, quotas: Quotas | None, *, wait: bool) -> Rule:
+    if unit == "tokens":
+        return TokenRule(size)
+    return ExactRule(size) if quotas is None else QuotaRule(size, quotas, wait=wait)
+
+
+def _whole(what: str, value: object, *, least: int | None = None) -> int:
+    """The value as an int, or a ValueError that names it."""
+    try:
+        number = index(value)  # type: ignore[arg-type]  # whether it is one is what is asked
+    except TypeError:
+        raise ValueError(f"{what} must be a whole number, not {value!r}") from None
+    if least is not None and number < least:
+        raise ValueError(f"{what} must be at least {least}, not {value!r}")
+    return number

@@ -1,0 +1,206 @@
+"""What makes a batch: an exact number of sequences with minimums, or with quotas, or a token budget.
+
+A rule says what is short, which groups come next, and what follows from a batch having been taken. Rules are
+told the queue on every call and keep nothing of it; only quotas remember what they carry over.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from orchestrator.buffer.oldest_first import choose_exact
+from orchestrator.buffer.queue import Entry, EnvQueue
+from orchestrator.buffer.quotas import QuotaPlan, Quotas
+from orchestrator.buffer.subset_sum import meets, reachable, window
+from orchestrator.buffer.token_budget import Picks, choose_within, remove_picks
+
+
+class Selection(Protocol):
+    """The groups of the next batch, still in the queue."""
+
+    def commit(self) -> list[Entry]:
+        """Take them out of their lanes, in queue order."""
+        ...
+
+
+class Rule(Protocol):
+    """When there is a batch and which."""
+
+    def shortage(self, envs: Sequence[EnvQueue]) -> str:
+        """What is missing in plain numbers, as a sentence; empty if nothing is."""
+        ...
+
+    def choose(self, envs: Sequence[EnvQueue]) -> Selection | None:
+        """The next batch, given that there is no shortage. Sets every env's low and high."""
+        ...
+
+    def starved(self, envs: Sequence[EnvQueue]) -> list[str]:
+        """Envs that have too little queued for what the next batch should have of them."""
+        ...
+
+
+def describe_misfit(size: int, envs: Sequence[EnvQueue]) -> str:
+    """Why enough is queued and still no batch: which sizes cannot make which sum."""
+    counts: dict[int, int] = {}
+    for env in envs:
+        for lane in env.lanes.values():
+            counts[lane.size] = counts.get(lane.size, 0) + len(lane)
+    sizes = [f"{size}" if count == 1 else f"{size} (×{count})" for size, count in sorted(counts.items())]
+    more = f" and {len(sizes) - 8} more" if len(sizes) > 8 else ""
+    lows = [f'{env.low} of env "{env.name}"' for env in envs if env.low]
+    bounds = f" with at least {', '.join(lows)}" if lows else ""
+    return f"groups of sizes {', '.join(sizes[:8])}{more} cannot make exactly {size}{bounds}"
+
+
+@dataclass(slots=True)
+class ExactSelection:
+    entries: list[Entry]
+    envs: Sequence[EnvQueue]
+
+    def commit(self) -> list[Entry]:
+        for env in self.envs:
+            for lane in env.lanes.values():
+                if lane.taken:
+                    lane.drop_front(lane.taken)
+        return self.entries
+
+
+class ExactRule:
+    """Exactly `size` sequences, with at least its minimum of every available env."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def shortage(self, envs: Sequence[EnvQueue]) -> str:
+        queued = sum(env.sequences for env in envs)
+        if queued < self.size:
+            return f"{queued} of {self.size} sequences are queued"
+        for env in envs:
+            if env.sequences < env.required:
+                return f'env "{env.name}" has {env.sequences} of its minimum of {env.required} sequences'
+        return ""
+
+    def choose(self, envs: Sequence[EnvQueue]) -> ExactSelection | None:
+        for env in envs:
+            env.low = env.required
+            env.high = self.size
+        entries = choose_exact(self.size, envs)
+        return None if entries is None else ExactSelection(entries, envs)
+
+    def starved(self, envs: Sequence[EnvQueue]) -> list[str]:
+        return [env.name for env in envs if env.sequences < env.required]
+
+
+@dataclass(slots=True)
+class QuotaSelection:
+    exact: ExactSelection
+    plan: QuotaPlan
+    quotas: Quotas
+
+    def commit(self) -> list[Entry]:
+        delivered = {
+            env.name: sum(lane.taken * lane.size for lane in env.lanes.values()) for env in self.exact.envs
+        }
+        entries = self.exact.commit()
+        self.quotas.settle(self.plan, delivered)
+        return entries
+
+
+class QuotaRule:
+    """Exactly `size` sequences, of each env its quota, or as near to it as whole groups come.
+
+    Near: the largest deviation of any env is as small as can be. With `wait`, a batch waits for an env that has
+    less than its quota, and deviates by less than the largest queued group.
+    """
+
+    def __init__(self, size: int, quotas: Quotas, *, wait: bool) -> None:
+        self.size = size
+        self.quotas = quotas
+        self.wait = wait
+
+    def _plan(self, envs: Sequence[EnvQueue]) -> QuotaPlan:
+        queued = {env.name: env.sequences for env in envs}
+        return self.quotas.plan(self.size, queued, [env.name for env in envs if not env.available])
+
+    def shortage(self, envs: Sequence[EnvQueue]) -> str:
+        queued = sum(env.sequences for env in envs)
+        if queued < self.size:
+            return f"{queued} of {self.size} sequences are queued"
+        for env, quota in self._plan(envs).starved.items() if self.wait else ():
+            have = sum(queue.sequences for queue in envs if queue.name == env)
+            return f'env "{env}" has {have} of its quota of {quota} sequences'
+        return ""
+
+    def starved(self, envs: Sequence[EnvQueue]) -> list[str]:
+        if sum(env.sequences for env in envs) < self.size:
+            return []
+        return list(self._plan(envs).starved)
+
+    def choose(self, envs: Sequence[EnvQueue]) -> QuotaSelection | None:
+        plan = self._plan(envs)
+        for env in envs:
+            for lane in env.lanes.values():
+                lane.reset()
+        sums = [reachable(env.stock, min(self.size, env.sequences)) for env in envs]
+        wanted = [plan.counts[env.name] for env in envs]
+        most = self.size
+        if self.wait:
+            most = max((lane.size for env in envs for lane in env.lanes.values()), default=1) - 1
+
+        def within(deviation: int) -> bool:
+            return meets(
+                self.size,
+                [window(s, max(0, w - deviation), w + deviation) for s, w in zip(sums, wanted, strict=True)],
+            )
+
+        deviation = _smallest(within, most)
+        for env, count in zip(envs, wanted, strict=True):
+            env.low = max(0, count - (deviation or 0))
+            env.high = min(self.size, count + (deviation or 0))
+        entries = None if deviation is None else choose_exact(self.size, envs)
+        return None if entries is None else QuotaSelection(ExactSelection(entries, envs), plan, self.quotas)
+
+
+def _smallest(holds: Callable[[int], bool], most: int) -> int | None:
+    """The smallest number from 0 to `most` for which a monotone condition holds, by galloping."""
+    low, high = -1, 0
+    while not holds(high):
+        if high == most:
+            return None
+        low, high = high, min(most, high * 2 or 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if holds(middle) else (middle, high)
+    return high
+
+
+@dataclass(slots=True)
+class TokenSelection:
+    picks: Picks
+
+    def commit(self) -> list[Entry]:
+        return remove_picks(self.picks)
+
+
+class TokenRule:
+    """At most `budget` tokens, given that as many are queued; a minimum is a share of the budget."""
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+
+    def shortage(self, envs: Sequence[EnvQueue]) -> str:
+        queued = sum(env.tokens for env in envs)
+        if queued < self.budget:
+            return f"{queued} of {self.budget} tokens are queued"
+        for env in envs:
+            if env.tokens < env.required:
+                return f'env "{env.name}" has {env.tokens} of its minimum of {env.required} tokens'
+        return ""
+
+    def choose(self, envs: Sequence[EnvQueue]) -> TokenSelection:
+        for env in envs:
+            env.low = env.required
+        return TokenSelection(choose_within(self.budget, envs))
+
+    def starved(self, envs: Sequence[EnvQueue]) -> list[str]:
+        return [env.name for env in envs if env.tokens < env.required]

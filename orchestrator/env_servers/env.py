@@ -1,0 +1,366 @@
+"""One environment as the service sees it: its servers, what they declared, and how to run rollouts on them.
+
+`spawn` starts the servers (or nothing, for servers elsewhere), `connect` waits until all are ready, `run`
+supervises them until cancelled, `shutdown` ends them; `submit` sends a request to the least loaded server
+with room. Requests of a server that goes away fail at once, as retryable. All servers of an environment
+must declare the same; sampling arguments are computed once and travel in the handshake, not in requests.
+A group-scored environment is run in whole groups only.
+"""
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, Self, TypeVar
+
+import structlog
+import zmq
+
+from envs import wire
+from orchestrator.env_servers.launching import EnvSpec, ServerLauncher
+from orchestrator.env_servers.link import Link, LinkState
+from orchestrator.env_servers.requests import OnDone, RolloutRequest, RunFailure, RunOutcome, RunResult
+from orchestrator.env_servers.supervision import STOP_GRACE_S, RestartPolicy, ServerSlot
+from orchestrator.errors import EnvError
+
+__all__ = [
+    "Env",
+    "EnvSpec",
+    "Envs",
+    "EvalEnv",
+    "EvalEnvs",
+    "EvalSettings",
+    "NoRoomError",
+    "RestartPolicy",
+    "RolloutRequest",
+    "RunFailure",
+    "RunOutcome",
+    "RunResult",
+    "TrainEnv",
+    "TrainEnvs",
+    "TrainSettings",
+]
+
+log = structlog.get_logger()
+
+
+class NoRoomError(EnvError):
+    """No ready server has room for the request now."""
+
+
+class Env:
+    """One environment: its servers and what they declared."""
+
+    def __init__(self, spec: EnvSpec) -> None:
+        self.spec = spec
+        self.on_free: Callable[[], None] = lambda: None
+        """Called when room appears, or goes, other than by a request's end: a server became ready or was lost,
+        a cancelled run stopped."""
+        self._slots: list[ServerSlot] = []
+        self._links: list[Link] = []
+        self._group_scored = False
+        self._closed = False
+        self._launcher: ServerLauncher | None = None
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._waiting: list[asyncio.Future[None]] = []
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    @property
+    def num_tasks(self) -> int | None:
+        """Tasks in the split, None when unbounded; known once connected."""
+        return self._declared.tasks.get(self.spec.split)
+
+    @property
+    def group_scored(self) -> bool:
+        """Whether rewards need the whole group; known once connected."""
+        return self._declared.group_scored
+
+    @property
+    def free(self) -> int:
+        """Rollouts for which ready servers have room."""
+        return sum(link.free for link in self._links)
+
+    @property
+    def inflight(self) -> int:
+        """Rollouts in flight."""
+        return sum(link.inflight for link in self._links)
+
+    @property
+    def available(self) -> bool:
+        """Whether any server is ready."""
+        return any(link.state is LinkState.READY for link in self._links)
+
+    @property
+    def ready_servers(self) -> int:
+        """Servers that take requests now."""
+        return sum(link.state == "ready" for link in self._links)
+
+    @property
+    def restarts(self) -> int:
+        """Restarts and reconnections of all servers so far."""
+        return sum(slot.restarts for slot in self._slots)
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """Processes of the servers that were spawned here, by server name."""
+        return {slot.name: slot.process.pid for slot in self._slots if slot.process is not None}
+
+    def stats(self) -> dict[str, wire.ServerStats | None]:
+        """The latest statistics of each server, by name."""
+        return {slot.name: slot.link.stats if slot.link is not None else None for slot in self._slots}
+
+    @property
+    def malformed(self) -> int:
+        """Messages from the present servers that could not be understood or that nobody had asked for."""
+        return sum(link.counts.malformed + link.counts.unexpected for link in self._links)
+
+    async def spawn(self) -> None:
+        """Start the servers; for servers elsewhere there is nothing to start."""
+        if self._slots:
+            raise EnvError(self.name, "spawn() was called already")
+        self._context = zmq.Context()
+        self._launcher = ServerLauncher(self.spec, self._context, self._waiting)
+        count = len(self.spec.addresses) or self.spec.workers
+        self._slots = [self._slot(self._launcher, number) for number in range(count)]
+        for slot in self._slots:
+            slot.start()
+
+    async def connect(self) -> None:
+        """Wait until every server is ready; EnvStartupError or EnvProtocolError when one will not be."""
+        if not self._slots and self.spec.addresses:
+            await self.spawn()
+        if not self._slots:
+            raise EnvError(self.name, "connect() needs servers: call spawn() first, or configure addresses")
+        await side_by_side(slot.wait_ready() for slot in self._slots)
+
+    async def run(self) -> None:
+        """Supervise the servers until cancelled; EnvLostError or EnvProtocolError when one is beyond help."""
+        await side_by_side(slot.run() for slot in self._slots)
+
+    async def drain(self) -> None:
+        """Have every server finish what runs and accept nothing new."""
+        await side_by_side(link.drain() for link in self._links)
+
+    async def shutdown(self, *, grace_s: float = STOP_GRACE_S) -> None:
+        """End every server, side by side, within the grace and a bounded wait; safe to call at any time."""
+        self._closed = True
+        try:
+            await side_by_side(slot.stop(grace_s=grace_s) for slot in self._slots)
+        finally:
+            self._on_credit(False)
+            if self._launcher is not None:
+                self._launcher.close()
+            if self._context is not None:
+                # Closes what is still open too: ending a context waits for its sockets.
+                self._context.destroy(linger=200)
+                self._context = None
+
+    async def __aenter__(self) -> Self:
+        """Spawn and connect; what was started is ended again when that fails."""
+        try:
+            await self.spawn()
+            await self.connect()
+        except BaseException:
+            await self.shutdown()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.shutdown()
+
+    def has_room(self, count: int) -> bool:
+        """Whether one server has room for a run of `count` rollouts."""
+        return any(link.has_room(count) for link in self._links)
+
+    def submit(self, request: RolloutRequest, on_done: OnDone) -> None:
+        """Send a request to the least loaded server with room; NoRoomError when there is none.
+
+        `on_done(request, outcome)` is called exactly once, on the loop's thread and after this returned,
+        unless the request is cancelled first. By then its room is free again.
+        """
+        best: Link | None = None
+        count = request.count
+        for link in self._links:
+            if link.has_room(count) and (best is None or link.inflight < best.inflight):
+                best = link
+        if best is None:
+            raise NoRoomError(self.name, f"no server has room for {count} rollouts")
+        if self._group_scored:
+            request.group = True
+        best.submit(request, on_done)
+
+    def cancel(self, request: RolloutRequest) -> bool:
+        """Stop a request; whether it was under way. Its `on_done` is not called; harmless when it has ended."""
+        return request.link is not None and request.link.cancel(request)
+
+    async def run_rollout(self, request: RolloutRequest) -> RunOutcome:
+        """Run one rollout and wait for it; cancelling this cancels the rollout."""
+        if self.group_scored:
+            raise EnvError(self.name, "it scores whole groups: use run_group()")
+        if request.count != 1:
+            raise ValueError(f"a rollout has a count of 1, got {request.count}")
+        return await self._ask(request)
+
+    async def run_group(self, request: RolloutRequest) -> RunOutcome:
+        """Run `count` rollouts of one task, scored together, and wait for them; cancelling this cancels them."""
+        request.group = True
+        return await self._ask(request)
+
+    async def _ask(self, request: RolloutRequest) -> RunOutcome:
+        loop = asyncio.get_running_loop()
+        while not self.has_room(request.count):
+            if self._closed:
+                return RunFailure("closed", f'env "{self.name}" was shut down', retryable=True)
+            waiter: asyncio.Future[None] = loop.create_future()
+            self._waiting.append(waiter)
+            await waiter
+        done: asyncio.Future[RunOutcome] = loop.create_future()
+
+        def on_done(_: RolloutRequest, outcome: RunOutcome) -> None:
+            if not done.done():
+                done.set_result(outcome)
+
+        self.submit(request, on_done)
+        try:
+            return await done
+        finally:
+            self.cancel(request)  # harmless unless it is we who were cancelled
+
+    def _on_credit(self, told: bool) -> None:
+        """Room or readiness changed; `told` when a request's `on_done` has just said so."""
+        if not told:
+            self._links = [slot.link for slot in self._slots if slot.link is not None]
+            self._group_scored = self._launcher is not None and self._launcher.declared_group_scored
+        if self._waiting:
+            # All may look: the one with the smallest request need not be the first.
+            waiting = self._waiting.copy()
+            self._waiting.clear()
+            for waiter in waiting:
+                if not waiter.done():
+                    waiter.set_result(None)
+        if not told:
+            self.on_free()
+
+    @property
+    def _declared(self) -> wire.Ready:
+        if self._launcher is None:
+            raise EnvError(self.name, "not connected yet: what it is, its servers declare")
+        return self._launcher.ready
+
+    def _slot(self, launcher: ServerLauncher, number: int) -> ServerSlot:
+        return ServerSlot(
+            env=self.name,
+            name=f"{self.name}-{number}",
+            launcher=launcher,
+            policy=self.spec.restart,
+            ready_timeout_s=self.spec.ready_timeout_s,
+            reconnect_timeout_s=self.spec.reconnect_timeout_s,
+            on_credit=self._on_credit,
+            env_available=lambda: self.available,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainSettings:
+    """What the service wants to know of a training environment beside its servers."""
+
+    ratio: float | None = None
+    group_size: int = 8
+    min_batch_allocation: float = 0.0
+    max_inflight: int | None = None
+    rollouts_per_minute: float | None = None
+
+
+class TrainEnv(Env):
+    """An environment to train on."""
+
+    def __init__(self, spec: EnvSpec, settings: TrainSettings | None = None) -> None:
+        super().__init__(spec)
+        self.settings = settings or TrainSettings()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalSettings:
+    """What is evaluated, how often each task is tried, and every how many steps."""
+
+    num_examples: int | None = None
+    rollouts_per_example: int = 1
+    interval: int = 20
+
+
+class EvalEnv(Env):
+    """An environment to evaluate on."""
+
+    def __init__(self, spec: EnvSpec, settings: EvalSettings | None = None) -> None:
+        super().__init__(spec)
+        self.settings = settings or EvalSettings()
+
+    @property
+    def examples(self) -> int:
+        """Tasks of one evaluation: as configured, or all there are."""
+        wanted, there = self.settings.num_examples, self.num_tasks
+        if there is None and wanted is None:
+            raise EnvError(self.name, "its tasks have no end: set num_examples")
+        return min(count for count in (wanted, there) if count is not None)
+
+
+AnyEnv = TypeVar("AnyEnv", bound=Env)
+
+
+class Envs(Mapping[str, AnyEnv], Generic[AnyEnv]):
+    """Environments by name, started and stopped side by side."""
+
+    def __init__(self, envs: Sequence[AnyEnv]) -> None:
+        self._envs = {env.name: env for env in envs}
+        if len(self._envs) != len(envs):
+            names = [env.name for env in envs]
+            twice = sorted({name for name in names if names.count(name) > 1})
+            raise ValueError(
+                f"environments must have unique names; more than one is called {', '.join(twice)}"
+            )
+
+    def __getitem__(self, name: str) -> AnyEnv:
+        return self._envs[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._envs)
+
+    def __len__(self) -> int:
+        return len(self._envs)
+
+    async def spawn(self) -> None:
+        """Start all servers; they load while this returns."""
+        for env in self._envs.values():
+            await env.spawn()
+
+    async def connect(self) -> None:
+        """Wait until every server of every environment is ready."""
+        await side_by_side(env.connect() for env in self._envs.values())
+
+    async def run(self) -> None:
+        """Supervise all servers until cancelled; the first environment beyond help ends it with its error."""
+        await side_by_side(env.run() for env in self._envs.values())
+
+    async def shutdown(self, *, grace_s: float = STOP_GRACE_S) -> None:
+        """End all servers."""
+        await side_by_side(env.shutdown(grace_s=grace_s) for env in self._envs.values())
+
+
+class TrainEnvs(Envs[TrainEnv]):
+    """The environments to train on."""
+
+
+class EvalEnvs(Envs[EvalEnv]):
+    """The environments to evaluate on."""
+
+
+async def side_by_side(coroutines: Iterable[Coroutine[Any, Any, object]]) -> None:
+    """Run them together; the first error cancels the rest and is raised as it is, not as a group."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            for coroutine in coroutines:
+                group.create_task(coroutine)
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None

@@ -1,0 +1,256 @@
+"""How the servers of an environment are started and reached: command line, instructions, sockets, log files.
+
+Servers that we spawn listen on `ipc://` sockets in a private directory with a short path, which only the user
+can enter and which goes away with the launcher. Their instructions travel over standard input, never in
+arguments. They find our `envs` package under any interpreter through a directory that holds nothing but a
+link to it, and modules of the working directory behind it.
+"""
+
+import contextlib
+import fcntl
+import os
+import re
+import secrets
+import shutil
+import sys
+import tempfile
+from collections.abc import Mapping, Sized
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import structlog
+import zmq
+
+import envs
+from envs import wire
+from envs.curve import ClientKeys, off_loopback
+from envs.logs import LogFormat
+from envs.server_spec import ServerSpec
+from envs.sessions import canonical_id
+from orchestrator.env_servers.link import Link, LinkListener
+from orchestrator.env_servers.processes import ChildProcess
+from orchestrator.env_servers.supervision import RestartPolicy
+from orchestrator.errors import EnvError, EnvProtocolError
+
+log = structlog.get_logger()
+
+_PREFIX = "envs-"
+_TEMP_PATH_BYTES = 60
+"""Unix socket paths end at 107 bytes; ours add some 30 to the directory for temporary files."""
+_OWN_LEASE_S = 600.0
+_NEEDED = ("msgspec", "zmq", "numpy", "aiohttp", "structlog")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvSpec:
+    """What an environment is and how its servers are run; see the configuration reference for each field."""
+
+    name: str
+    id: str
+    split: str = "train"
+    train: bool = True
+    args: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    model: str = "local"
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    system_prompt: str | None = None
+    api_key_env: str | None = None
+    python: str | None = None
+    workers: int = 1
+    addresses: tuple[str, ...] = ()
+    capacity: int = 256
+    ready_timeout_s: float = 120.0
+    silence_timeout_s: float = 30.0
+    reconnect_timeout_s: float = 600.0
+    ping_interval_s: float = 1.0
+    lease_s: float = 15.0
+    restart: RestartPolicy = field(default_factory=RestartPolicy)
+    keys: ClientKeys | None = None
+    insecure: bool = False
+    log_dir: Path = Path("logs")
+    log_level: str = "info"
+    log_format: LogFormat = "json"
+
+
+class ServerLauncher:
+    """Starts and reaches the servers of one environment, and holds them to one declaration."""
+
+    def __init__(self, spec: EnvSpec, context: zmq.Context[zmq.Socket[bytes]], waiting: Sized) -> None:
+        self._spec = spec
+        self._waiting = waiting
+        self._context = context
+        self._first: tuple[str, wire.Ready] | None = None
+        self._directory: PrivateDirectory | None = None
+        if len(set(spec.addresses)) != len(spec.addresses):
+            raise EnvError(spec.name, f"an address is listed twice: {', '.join(spec.addresses)}")
+        for address in spec.addresses:
+            if off_loopback(address) and spec.keys is None and not spec.insecure:
+                raise EnvError(
+                    spec.name,
+                    f"{address} is reached over the network without CURVE keys; "
+                    "set server_key_file, or allow it with insecure = true",
+                )
+        if not spec.addresses:
+            self._directory = PrivateDirectory()
+            library = self._directory.path / "lib"
+            library.mkdir()
+            (library / "envs").symlink_to(Path(envs.__file__).parent)
+        self._hello = wire.Hello(
+            protocol=wire.PROTOCOL,
+            client=f"{spec.name}-{secrets.token_hex(8)}",
+            env=spec.id,
+            model=spec.model,
+            sampling=dict(spec.sampling),
+            system_prompt=spec.system_prompt,
+            api_key_env=spec.api_key_env,
+            train=spec.train,
+            splits=[spec.split],
+            # Servers of our own end with us, so a long sleep of this machine need not cost their rollouts.
+            lease_s=spec.lease_s if spec.addresses else _OWN_LEASE_S,
+        )
+
+    @property
+    def ready(self) -> wire.Ready:
+        """What the servers declared; known once one of them is ready."""
+        if self._first is None:
+            raise EnvError(self._spec.name, "not connected yet: what it is, its servers declare")
+        return self._first[1]
+
+    @property
+    def declared_group_scored(self) -> bool:
+        """Whether a server has declared that it scores whole groups."""
+        return self._first is not None and self._first[1].group_scored
+
+    def close(self) -> None:
+        """Remove the private directory."""
+        if self._directory is not None:
+            self._directory.remove()
+            self._directory = None
+
+    def _address(self, server: str, life: int) -> str:
+        number = int(server.rpartition("-")[2])
+        if self._spec.addresses:
+            return self._spec.addresses[number]
+        # A path of its own for every life, so that nobody talks to the socket of a dead one.
+        assert self._directory is not None
+        return f"ipc://{self._directory.path}/{number}.{life}"
+
+    def start_process(self, server: str, life: int) -> ChildProcess | None:
+        """Start a server's process; None when it runs elsewhere."""
+        if self._spec.addresses:
+            return None
+        assert self._directory is not None
+        spec = self._spec
+        instructions = ServerSpec(
+            name=server,
+            env=spec.name,
+            id=spec.id,
+            bind=self._address(server, life),
+            args=dict(spec.args),
+            splits=[spec.split],
+            capacity=spec.capacity,
+            key_variables=[spec.api_key_env] if spec.api_key_env else [],
+            log_level=spec.log_level,
+            log_format=spec.log_format,
+            parent_pid=os.getpid(),
+        )
+        # Our `envs` comes first, from a directory that holds nothing else, so that another interpreter finds
+        # it and a directory of that name in the working directory does not hide it.
+        path = [str(self._directory.path / "lib"), str(Path.cwd()), os.environ.get("PYTHONPATH", "")]
+        child = ChildProcess(
+            [spec.python or sys.executable, "-P", "-m", "envs.server"],
+            first_line=msgspec.json.encode(instructions) + b"\n",
+            log_path=spec.log_dir / f"{re.sub(r'[^A-Za-z0-9_.-]+', '_', server)}.log",
+            environ={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(filter(None, path)),
+                "PYTHONUNBUFFERED": "1",
+            },
+        )
+        log.info("env.server_started", env=self._spec.name, server=server, pid=child.pid, life=life)
+        return child
+
+    def open_link(self, server: str, life: int, listener: LinkListener) -> Link:
+        """Connect to a server."""
+        assert self._context is not None
+        return Link(
+            env=self._spec.name,
+            server=server,
+            address=self._address(server, life),
+            hello=self._hello,
+            listener=listener,
+            context=self._context,
+            keys=self._spec.keys,
+            ping_interval_s=self._spec.ping_interval_s,
+            silence_timeout_s=self._spec.silence_timeout_s,
+            waiting=self._waiting,
+        )
+
+    def check_ready(self, server: str, ready: wire.Ready) -> None:
+        """Take the first server's word for what the environment is; the others must say the same."""
+        if canonical_id(ready.env) != canonical_id(self._spec.id):
+            raise EnvProtocolError(
+                self._spec.name, f'server {server} serves "{ready.env}", we asked for "{self._spec.id}"'
+            )
+        if self._spec.split not in ready.tasks:
+            raise EnvProtocolError(
+                self._spec.name, f'server {server} does not declare split "{self._spec.split}"'
+            )
+        if self._first is None:
+            self._first = (server, ready)
+            return
+        first, known = self._first
+        for what in ("tasks", "group_scored"):
+            if getattr(known, what) != getattr(ready, what):
+                raise EnvProtocolError(
+                    self._spec.name,
+                    f"server {server} declares {what} {getattr(ready, what)!r}, "
+                    f"server {first} {getattr(known, what)!r}; all must serve the same",
+                )
+
+    def explain(self, log_tail: str) -> str:
+        """What the last lines of a server's log say in one: its own reason, or the remedy they suggest."""
+        python = self._spec.python or sys.executable
+        for module in _NEEDED:
+            if f"No module named '{module}'" in log_tail:
+                packages = "msgspec pyzmq numpy aiohttp structlog"
+                return f"{python} lacks {module}; run: {python} -m pip install {packages}"
+        if "nknown option: -P" in log_tail:
+            return f"{python} is older than Python 3.11, which env servers need"
+        for line in reversed(log_tail.splitlines()):
+            with contextlib.suppress(msgspec.DecodeError):
+                record = msgspec.json.decode(line)
+                if isinstance(record, dict) and record.get("event") == "server.start_failed":
+                    return str(record.get("why"))
+        return ""
+
+
+class PrivateDirectory:
+    """A directory that only the user can enter, short enough for Unix sockets, removed with its owner.
+
+    A lock that is held as long as the owner lives tells others whose owner could not remove it any more.
+    """
+
+    def __init__(self) -> None:
+        parent = Path(tempfile.gettempdir())
+        if len(os.fsencode(parent)) > _TEMP_PATH_BYTES:
+            parent = Path("/tmp")  # noqa: S108  what is made in it is private
+        _sweep(parent)
+        self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+        self._lock = (self.path / "locking").open("w")
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        # Under its name only once it is held, so that nobody finds it free in between.
+        (self.path / "locking").rename(self.path / "lock")
+
+    def remove(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+        self._lock.close()
+
+
+def _sweep(parent: Path) -> None:
+    """Remove what owners left behind that were killed."""
+    for lock in parent.glob(f"{_PREFIX}*/lock"):
+        with contextlib.suppress(OSError), lock.open() as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(lock.parent, ignore_errors=True)

@@ -1,0 +1,153 @@
+"""The one stream of facts about a run: what the progress display, the metrics, the status page and the summary read.
+
+`Facts` is told what happened (groups scored, dropped, batches formed) and remembers it; `status` puts it together with what the ledger, the
+staleness book, the buffer and the mix know at that moment. Nothing else keeps counts of its own.
+"""
+
+from collections import Counter, deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from orchestrator.dispatch.ledger import Lane, Ledger
+from orchestrator.dispatch.staleness import Staleness
+from orchestrator.groups.group import Batch
+from orchestrator.mix import DeliveredMix
+
+WINDOW = 16
+"""Batches over which the recent mix is taken: some hundred groups, so that rounding does not show."""
+
+
+@dataclass(slots=True)
+class EnvFacts:
+    """What happened to one env's groups so far."""
+
+    dropped: Counter[str] = field(default_factory=Counter)
+    reward_sum: float = 0.0
+    reward_count: int = 0
+    reward: float | None = None
+    first_reward: float | None = None
+
+
+class Facts:
+    """Told what happens; asked for the status."""
+
+    def __init__(
+        self, targets: Mapping[str, float], *, ledger: Ledger, staleness: Staleness, now: float
+    ) -> None:
+        self.targets = dict(targets)
+        self.envs = {name: EnvFacts() for name in targets}
+        self.ledger = ledger
+        self.staleness = staleness
+        self.reward: float | None = None
+        self.first_reward: float | None = None
+        self.stale_sum = 0
+        self.stale_max = 0
+        self._started = now
+        self._earlier_s = 0.0
+        self.delivered = DeliveredMix(list(targets), window=WINDOW)
+        self._rate: deque[tuple[float, int]] = deque([(now, 0)])
+
+    def scored(self, env: str, rewards: list[float]) -> None:
+        """A group's rollouts have their rewards, whether or not the group is trained on."""
+        facts = self.envs[env]
+        facts.reward_sum += sum(rewards)
+        facts.reward_count += len(rewards)
+
+    def dropped(self, env: str, reason: str, rollouts: int) -> None:
+        """Rollouts that will not be trained on."""
+        self.envs[env].dropped[reason] += rollouts
+
+    def batch_formed(self, batch: Batch) -> None:
+        """A batch is complete; closes the interval over which rewards are averaged."""
+        sizes: Counter[str] = Counter()
+        for group in batch.groups:
+            sizes[group.env] += group.size
+            age = self.staleness.age(group.version, batch.step)
+            self.stale_sum += age * group.size
+            self.stale_max = max(self.stale_max, age)
+        self.delivered.add(sizes)
+        for facts in self.envs.values():
+            if facts.reward_count:
+                facts.reward = facts.reward_sum / facts.reward_count
+                facts.first_reward = facts.reward if facts.first_reward is None else facts.first_reward
+                facts.reward_sum, facts.reward_count = 0.0, 0
+        self.reward = self._mean_reward()
+        self.first_reward = self.reward if self.first_reward is None else self.first_reward
+
+    def _mean_reward(self) -> float | None:
+        """Latest rewards of the envs, weighted by their targets: an env that had nothing new does not drop out."""
+        known = [
+            (self.targets[name], facts.reward)
+            for name, facts in self.envs.items()
+            if facts.reward is not None
+        ]
+        total = sum(target for target, _ in known)
+        return sum(target * reward for target, reward in known) / total if total else None
+
+    def seconds(self, now: float) -> float:
+        """Time that the run has been running, earlier processes included."""
+        return self._earlier_s + now - self._started
+
+    def rate(self, now: float) -> float:
+        """Rollouts completed per second over the last few seconds."""
+        done = sum(
+            n
+            for (lane, _, outcome, _), n in self.ledger.outcomes.items()
+            if lane is Lane.TRAIN and outcome == "completed"
+        )
+        if now - self._rate[-1][0] > 0.2:
+            self._rate.append((now, done))
+        while len(self._rate) > 2 and self._rate[0][0] < now - 5:
+            self._rate.popleft()
+        since, before = self._rate[0]
+        return (done - before) / (now - since) if now > since else 0.0
+
+    @property
+    def sequences(self) -> int:
+        """Sequences in all batches."""
+        return self.delivered.counts.total()
+
+    def failures(self) -> dict[str, int]:
+        """Rollouts that did not complete, by env and kind."""
+        rows = self.ledger.rows()
+        return {
+            f"{env}: {detail or outcome}": n
+            for _, env, outcome, detail, n in rows
+            if outcome in ("failed", "timed_out", "lost")
+        }
+
+    def staleness_numbers(self) -> dict[str, float]:
+        """Mean and largest age in versions of what was trained on."""
+        return {
+            "mean": self.stale_sum / self.sequences if self.sequences else 0.0,
+            "max": float(self.stale_max),
+        }
+
+    def state_dict(self, now: float) -> dict[str, Any]:
+        """For a later process of the same run."""
+        return {
+            "seconds": self.seconds(now),
+            "stale": [self.stale_sum, self.stale_max],
+            "rewards": [self.first_reward, self.reward],
+            "envs": {
+                name: {
+                    "dropped": dict(facts.dropped),
+                    "rewards": [facts.first_reward, facts.reward],
+                }
+                for name, facts in self.envs.items()
+            },
+            "delivered": self.delivered.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from an earlier process; envs that are gone are left out."""
+        self._earlier_s = state["seconds"]
+        self.delivered.load_state_dict(state["delivered"])
+        self.stale_sum, self.stale_max = state["stale"]
+        self.first_reward, self.reward = state["rewards"]
+        for name, facts in state["envs"].items():
+            if name in self.envs:
+                mine = self.envs[name]
+                mine.dropped = Counter(facts["dropped"])
+                mine.first_reward, mine.reward = facts["rewards"]

@@ -1,0 +1,1 @@
+"""Groups and batches: what is scored, queued, recorded and trained on. Pure."""

@@ -1,0 +1,340 @@
+"""From configuration to the parts' own arguments: the only place that knows both.
+
+Components take small frozen structures and never see the configuration; these functions make them.
+"""
+
+import math
+import os
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from envs.adapters.domains import Domain, Routed, route
+from envs.curve import KeyFileError, ServerKeys, read_client_keys, read_key, read_pair
+from envs.errors import EnvironmentLoadError
+from envs.loader import LOADERS, parse_id
+from orchestrator.buffer import BatchBuffer
+from orchestrator.config import Config
+from orchestrator.config.sections import EnvSection
+from orchestrator.dispatch.ports import Rules, TrainRules
+from orchestrator.env_servers.env import (
+    EnvSpec,
+    EvalEnv,
+    EvalEnvs,
+    EvalSettings,
+    TrainEnv,
+    TrainEnvs,
+    TrainSettings,
+)
+from orchestrator.env_servers.supervision import RestartPolicy
+from orchestrator.errors import ConfigError
+from orchestrator.groups.group import Group
+from orchestrator.groups.scoring import build_advantage
+from orchestrator.inference import (
+    AdaptiveConcurrency,
+    FixedConcurrency,
+    HealthPolicy,
+    InferencePool,
+    build_weight_update,
+)
+from orchestrator.local.children import LocalChildren
+from orchestrator.mix import EnvShare, build_mix, mix_targets
+from orchestrator.sinks.eval_sink import EvalPlan
+
+
+def verify(config: Config) -> None:
+    """Look for what would fail at the start; ConfigError with all of it, before anything is spawned."""
+    names = [section.label for section in config.train.env]
+    parts: list[Callable[[], object]] = [
+        lambda: build_mix(
+            config.mix.strategy, names, [1.0] * len(names), rng=random.Random(0), **config.mix.options
+        ),
+        lambda: build_advantage(config.dispatch.advantage),
+        lambda: build_weight_update(config.inference.weight_update),
+        lambda: build_train_envs(config),
+        lambda: build_eval_envs(config),
+        lambda: read_variable("inference.api_key_env", config.inference.api_key_env),
+        lambda: read_variable("http.token_env", config.http.token_env),
+    ]
+    problems = []
+    for build in parts:
+        try:
+            build()
+        except ConfigError as error:
+            problems.append(str(error))
+    if problems:
+        raise ConfigError("\n  ".join(["the configuration cannot be started", *problems]))
+
+
+def read_variable(setting: str, name: str | None) -> str | None:
+    """What the environment variable that a setting names holds; ConfigError when there is none."""
+    if name is None:
+        return None
+    value = os.environ.get(name)
+    if not value:
+        raise ConfigError(f"{setting}: the environment variable {name} is not set")
+    return value
+
+
+def _env_spec(
+    config: Config, section: EnvSection, *, name: str, train: bool, sampling: dict[str, object]
+) -> EnvSpec:
+    domains = {
+        domain: Domain(table.rollout, table.dataset, table.system_prompt)
+        for domain, table in config.domains.items()
+    }
+    try:
+        split = parse_id(section.id).split
+        routed = route(section.id, section.args, domains=domains, loaders=LOADERS)
+    except EnvironmentLoadError as error:
+        raise ConfigError(f'env "{name}": {error}') from None
+    routed = routed or Routed(section.id, dict(section.args), None)
+    keys = None
+    if section.server_key_file is not None:
+        if section.secret_key_file is None:
+            raise ConfigError(f'env "{name}": server_key_file needs secret_key_file, the key of this side')
+        try:
+            keys = read_client_keys(server_key=section.server_key_file, client_key=section.secret_key_file)
+        except KeyFileError as error:
+            raise ConfigError(f'env "{name}": {error}') from None
+    return EnvSpec(
+        name=name,
+        id=routed.id,
+        split=split or ("train" if train else "eval"),
+        train=train,
+        args=routed.args,
+        model=config.model.name,
+        sampling=sampling | section.sampling,
+        system_prompt=section.system_prompt if section.system_prompt is not None else routed.system_prompt,
+        api_key_env=config.inference.api_key_env,
+        python=section.python,
+        workers=section.workers,
+        addresses=tuple(section.addresses),
+        capacity=section.capacity,
+        ready_timeout_s=section.ready_timeout_s,
+        silence_timeout_s=section.silence_timeout_s,
+        reconnect_timeout_s=section.reconnect_timeout_s,
+        restart=RestartPolicy(max_restarts=section.max_restarts, window_s=section.restart_window_s),
+        keys=keys,
+        insecure=section.insecure,
+        log_dir=config.run_dir / "logs",
+        log_level=config.log.level,
+    )
+
+
+def build_train_envs(config: Config) -> TrainEnvs:
+    """The training environments, not started."""
+    made = []
+    for section in config.train.env:
+        spec = _env_spec(
+            config, section, name=section.label, train=True, sampling=dict(config.train.sampling)
+        )
+        group_size = section.group_size or config.train.group_size
+        settings = TrainSettings(
+            ratio=section.ratio,
+            group_size=group_size,
+            min_batch_allocation=section.min_batch_allocation,
+            max_inflight=section.max_inflight,
+            rollouts_per_minute=section.rollouts_per_minute,
+        )
+        # A server must have room for a whole group, or a group-scored env could never run.
+        made.append(TrainEnv(replace(spec, capacity=max(spec.capacity, group_size)), settings))
+    return TrainEnvs(made)
+
+
+def build_eval_envs(config: Config) -> EvalEnvs:
+    """The evaluation environments, not started; their names are apart from the training ones'."""
+    made = []
+    for section in config.eval.env:
+        spec = _env_spec(
+            config, section, name=f"eval-{section.label}", train=False, sampling=dict(config.eval.sampling)
+        )
+        repeats = section.rollouts_per_example or config.eval.rollouts_per_example
+        settings = EvalSettings(
+            num_examples=section.num_examples or config.eval.num_examples,
+            rollouts_per_example=repeats,
+            interval=section.interval or config.eval.interval,
+        )
+        made.append(EvalEnv(replace(spec, capacity=max(spec.capacity, repeats)), settings))
+    return EvalEnvs(made)
+
+
+def build_plans(evals: EvalEnvs) -> list[EvalPlan]:
+    """What is evaluated; the environments must be connected."""
+    return [
+        EvalPlan(
+            env=env.name,
+            split=env.spec.split,
+            num_examples=env.examples,
+            rollouts_per_example=env.settings.rollouts_per_example,
+            interval=env.settings.interval,
+        )
+        for env in evals.values()
+    ]
+
+
+def build_targets(config: Config, envs: TrainEnvs) -> dict[str, float]:
+    """Each env's share of the mix; the environments must be connected."""
+    shares = [
+        EnvShare(
+            name=env.name,
+            ratio=env.settings.ratio,
+            num_tasks=env.num_tasks,
+            min_batch_allocation=env.settings.min_batch_allocation,
+        )
+        for env in envs.values()
+    ]
+    size = config.batch.size if config.batch.unit == "sequences" else None
+    return dict(zip(envs, mix_targets(shares, batch_size=size), strict=True))
+
+
+def inference_urls(config: Config, children: LocalChildren) -> list[str]:
+    """Where the inference servers are; with [local] one is started."""
+    if config.local is None:
+        return config.inference.base_urls
+    latency_s = config.local.latency_s
+    return [children.start_server(model=config.model.name, seed=config.seed, latency_s=latency_s)]
+
+
+def build_pool(
+    config: Config, base_urls: Sequence[str], *, version: int, weights_path: str | None
+) -> InferencePool:
+    """The inference servers, not contacted."""
+    dispatch, inference = config.dispatch, config.inference
+    concurrency: FixedConcurrency | AdaptiveConcurrency = FixedConcurrency(dispatch.max_inflight)
+    if dispatch.concurrency == "adaptive":
+        concurrency = AdaptiveConcurrency(
+            min_inflight=dispatch.min_inflight, max_inflight=dispatch.max_inflight
+        )
+    read_variable("inference.api_key_env", inference.api_key_env)
+    return InferencePool(
+        base_urls,
+        model=config.model.name,
+        update=build_weight_update("vllm" if config.local is not None else inference.weight_update),
+        concurrency=concurrency,
+        api_key_env=inference.api_key_env,
+        version=version,
+        weights_path=weights_path,
+        check_weights=inference.check_weights and config.local is None,
+        health=HealthPolicy(
+            interval_s=inference.health_interval_s, progress_timeout_s=inference.progress_timeout_s
+        ),
+        update_timeout_s=inference.update_timeout_s,
+        straggler_grace_s=inference.straggler_grace_s,
+    )
+
+
+def build_buffer(
+    config: Config,
+    targets: dict[str, float],
+    envs: TrainEnvs,
+    *,
+    split: Callable[[Group, int], tuple[Group, Group]],
+) -> BatchBuffer[Group]:
+    """The queue of finished groups."""
+    batch = config.batch
+    minimums = {
+        name: env.settings.min_batch_allocation
+        for name, env in envs.items()
+        if env.settings.min_batch_allocation
+    }
+    paced = config.staleness.mode == "pace"
+    return BatchBuffer(
+        batch.size,
+        minimums=None if batch.quotas else minimums,
+        envs=list(targets),
+        unit=batch.unit,
+        quotas=targets if batch.quotas else None,
+        on_starved=batch.on_starved,
+        on_stuck=batch.on_stuck,
+        stuck_after_s=batch.stuck_after_s,
+        split=split if batch.on_stuck == "split" else None,
+        max_sequences=int(batch.max_buffered * batch.size) if batch.unit == "sequences" else None,
+        # Paced work is trained in the order of its age, so that none of it is left behind.
+        order="version" if paced else "arrival",
+    )
+
+
+def trainer_address(config: Config) -> str:
+    """Where the trainer finds its batches."""
+    if config.trainer.transport == "zmq":
+        return config.trainer.bind
+    directory = config.trainer.directory or config.run_dir / "trainer"
+    return f"file://{directory.resolve()}"
+
+
+def trainer_keys(config: Config) -> ServerKeys | None:
+    """CURVE keys of the trainer link, if it has any."""
+    trainer = config.trainer
+    if trainer.secret_key_file is None:
+        return None
+    try:
+        return ServerKeys(
+            own=read_pair(trainer.secret_key_file),
+            clients=tuple(read_key(source) for source in trainer.trainer_key_files),
+        )
+    except KeyFileError as error:
+        raise ConfigError(f"trainer: {error}") from None
+
+
+def batch_slack(config: Config) -> int:
+    """What the oldest groups may leave of a batch: nothing where all groups have one size, else less than the largest."""
+    sizes = [section.group_size or config.train.group_size for section in config.train.env]
+    if config.batch.unit == "tokens" or (len(set(sizes)) == 1 and config.dispatch.min_valid is None):
+        return 0
+    return min(max(sizes) - math.gcd(*sizes, config.batch.size), config.batch.size // 2)
+
+
+def build_rules(config: Config) -> Rules:
+    """The limits that all envs share."""
+    dispatch = config.dispatch
+    return Rules(
+        rollout_timeout_s=dispatch.rollout_timeout_s,
+        group_timeout_s=dispatch.group_timeout_s,
+        max_attempts=dispatch.max_attempts,
+        backoff_s=dispatch.backoff_s,
+        max_backoff_s=dispatch.max_backoff_s,
+        min_valid=dispatch.min_valid,
+        extra_rollouts=dispatch.extra_rollouts,
+        ramp_s=dispatch.ramp_s,
+    )
+
+
+def build_train_rules(envs: TrainEnvs) -> dict[str, TrainRules]:
+    """The limits of each training env."""
+    return {
+        name: TrainRules(
+            port=env,
+            group_size=env.settings.group_size,
+            max_inflight=env.settings.max_inflight,
+            rollouts_per_minute=env.settings.rollouts_per_minute,
+        )
+        for name, env in envs.items()
+    }
+
+
+def describe_start(config: Config) -> list[str]:
+    """What a run would start, one line each."""
+    lines = []
+    if config.local is not None:
+        lines.append("policy server on 127.0.0.1 (local)")
+        if config.local.trainer:
+            lines.append(f"reference trainer, learning rate {config.local.learning_rate:g}")
+    lines += [f"inference server at {url} (expected to run)" for url in config.inference.base_urls]
+    sections: list[tuple[str, EnvSection]] = [
+        *(("train", section) for section in config.train.env),
+        *(("eval", section) for section in config.eval.env),
+    ]
+    for table, section in sections:
+        where = (
+            f"at {', '.join(section.addresses)}"
+            if section.addresses
+            else f"{section.workers} server process(es)"
+        )
+        lines.append(f'{table} env "{section.label}" ({section.id}): {where}')
+    lines.append(f"trainer link at {trainer_address(config)}, {config.trainer.world_size} rank(s)")
+    if config.http.enabled:
+        lines.append(f"HTTP at http://{config.http.host}:{config.http.port}")
+    lines.append(f"run directory {Path(config.run_dir)}")
+    return lines

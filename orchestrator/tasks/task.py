@@ -1,0 +1,32 @@
+"""Which task: the name of one problem of an environment, for training and for evaluation. Plain data."""
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class TrainTask:
+    """Which example: `position` counts the tasks handed out by an env since the start of the run.
+
+    `index` is where the position falls in the env's split; `epoch` is how often the split was gone through.
+    """
+
+    env: str
+    split: str
+    index: int
+    epoch: int
+    position: int
+
+    @property
+    def key(self) -> str:
+        """Name of the task in the run: unique across envs, splits and epochs."""
+        return f"{self.env}/{self.split}/{self.position}"
+
+
+@dataclass(frozen=True, slots=True)
+class EvalTask:
+    """One evaluation task and how often it is attempted; `context` goes back to whoever asked."""
+
+    task: TrainTask
+    size: int
+    context: Any

@@ -1,0 +1,96 @@
+"""The service's side of the trainer link over a shared directory; the trainer's side and the files are
+`orchestrator.trainer.filesystem`. One thread looks for messages and writes answers, so that a slow disk holds up nothing.
+"""
+
+import asyncio
+import itertools
+import shutil
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from orchestrator.errors import TrainerLinkError
+from orchestrator.trainer.filesystem import POLL_S, directory_of, messages_in, read_message, write_message
+
+
+class FileLink:
+    """The service's side: a thread that looks for messages and writes answers, so that a slow disk holds up nothing."""
+
+    def __init__(self, address: str, *, on_error: Callable[[str], None], poll_s: float = POLL_S) -> None:
+        self.address = address
+        self._root = directory_of(address)
+        self._on_error = on_error
+        self._poll_s = poll_s
+        self._outgoing: deque[tuple[str, list[bytes | memoryview]]] = deque()
+        self._numbers = itertools.count()
+        self._wake = threading.Event()
+        self._closing = False
+        self._failing = False
+
+    def start(self, loop: asyncio.AbstractEventLoop, on_message: Callable[[bytes, list[Any]], None]) -> None:
+        self._loop = loop
+        self._on_message = on_message
+        try:
+            for name in ("inbox", "outbox", "tmp"):
+                shutil.rmtree(self._root / name, ignore_errors=True)
+                (self._root / name).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise TrainerLinkError(
+                f"the trainer link cannot use {self._root}: {error}; is it writable?"
+            ) from error
+        self._thread = threading.Thread(target=self._run, name="trainer-files", daemon=True)
+        self._thread.start()
+
+    def send(self, peer: bytes, frames: list[bytes | memoryview]) -> None:
+        self._outgoing.append((peer.decode(), frames))
+        self._wake.set()
+
+    async def aclose(self) -> None:
+        """Write what is still to be sent, then end the thread."""
+        self._closing = True
+        self._wake.set()
+        await asyncio.to_thread(self._thread.join)
+
+    def _run(self) -> None:
+        while True:
+            closing = self._closing
+            self._wake.clear()
+            try:
+                self._write()
+                if closing:
+                    return
+                self._read()
+                self._failing = False
+            except OSError as error:
+                # A shared disk comes and goes: what could not be written is tried again.
+                if closing:
+                    return
+                if not self._failing:
+                    self._failing = True
+                    self._post(self._on_error, str(error))
+            self._wake.wait(self._poll_s)
+
+    def _write(self) -> None:
+        while self._outgoing:
+            peer, frames = self._outgoing[0]
+            outbox = self._root / "outbox" / peer
+            outbox.mkdir(parents=True, exist_ok=True)
+            write_message(outbox, self._root / "tmp", f"{peer}.{next(self._numbers):012d}.msg", frames)
+            self._outgoing.popleft()
+
+    def _read(self) -> None:
+        for peer, path in messages_in(self._root / "inbox"):
+            try:
+                frames = read_message(path)
+            except ValueError:
+                frames = []
+            path.unlink(missing_ok=True)
+            self._post(self._on_message, peer.encode(), frames)
+
+    def _post(self, function: Callable[..., None], *arguments: object) -> None:
+        try:
+            self._loop.call_soon_threadsafe(function, *arguments)
+        except RuntimeError:
+            if not self._loop.is_closed():
+                raise

@@ -1,0 +1,90 @@
+"""The one stream of facts."""
+
+import numpy as np
+import pytest
+
+from orchestrator.dispatch.ledger import Lane, Ledger, Outcome
+from orchestrator.dispatch.staleness import Staleness
+from orchestrator.facts import Facts
+from orchestrator.groups.group import Batch, Group
+from orchestrator.tasks.task import TrainTask
+
+
+def facts() -> Facts:
+    staleness = Staleness(batch_size=4, max_versions=2, mode="pace")
+    return Facts({"a": 0.75, "b": 0.25}, ledger=Ledger(), staleness=staleness, now=0.0)
+
+
+def group(env: str, position: int, size: int, version: int = 0) -> Group:
+    n = np.zeros(size, dtype=np.float32)
+    task = TrainTask(env=env, split="train", index=position, epoch=0, position=position)
+    return Group(
+        task=task,
+        version=version,
+        version_end=version,
+        rollouts=size,
+        lengths=(1,) * size,
+        tokens=np.zeros(size, dtype=np.int32),
+        mask=np.ones(size, dtype=np.uint8),
+        logprobs=n,
+        rewards=n,
+        advantages=n,
+    )
+
+
+def test_the_reward_is_weighted_by_the_targets() -> None:
+    """An env that finished nothing in a step keeps its last reward instead of dropping out."""
+    told = facts()
+    told.scored("a", [1.0, 0.0])
+    told.scored("b", [1.0, 1.0])
+    told.batch_formed(Batch(1, 0, (group("a", 0, 3), group("b", 0, 1))))
+    assert told.reward == pytest.approx(0.75 * 0.5 + 0.25)
+    told.scored("a", [1.0])
+    told.batch_formed(Batch(2, 1, (group("a", 1, 4),)))
+    assert told.reward == pytest.approx(1.0)
+    assert told.envs["b"].reward == 1.0
+    assert told.first_reward == pytest.approx(0.625)
+
+
+def test_shares_are_those_of_what_was_emitted() -> None:
+    """Whole run, and the last batches."""
+    told = facts()
+    for step in range(1, 18):
+        told.batch_formed(Batch(step, 0, (group("a", step, 4),)))
+    told.batch_formed(Batch(18, 0, (group("b", 0, 4),)))
+    assert told.delivered.shares()["b"] == pytest.approx(1 / 18)
+    assert told.delivered.recent_shares()["b"] == pytest.approx(1 / 16)
+
+
+def test_ages_are_counted_in_published_versions() -> None:
+    """Mean and largest, over sequences."""
+    told = facts()
+    told.staleness.publish(10)
+    told.staleness.trained = 1
+    told.batch_formed(Batch(2, 10, (group("a", 0, 3, version=0), group("a", 1, 1, version=10))))
+    assert told.staleness_numbers() == {"mean": 0.75, "max": 1.0}
+
+
+def test_a_later_process_goes_on_with_the_same_facts() -> None:
+    """Counts, rewards and time continue; an env that is gone is left out."""
+    told = facts()
+    told.scored("a", [1.0])
+    told.dropped("b", "stale", 4)
+    told.batch_formed(Batch(1, 0, (group("a", 0, 3), group("b", 0, 1))))
+    later = Facts({"a": 1.0}, ledger=Ledger(), staleness=told.staleness, now=100.0)
+    later.load_state_dict(told.state_dict(7.0))
+    assert later.seconds(101.0) == pytest.approx(8.0)
+    assert later.sequences == 4
+    assert later.delivered.counts["a"] == 3
+    assert later.reward == told.reward
+
+
+def test_the_rate_is_that_of_completed_training_rollouts() -> None:
+    """Over the last seconds."""
+    told = facts()
+    told.ledger.start(Lane.TRAIN, "a", 30)
+    told.rate(0.0)
+    told.ledger.end(Lane.TRAIN, "a", 20, Outcome.COMPLETED)
+    told.ledger.end(Lane.TRAIN, "a", 10, Outcome.FAILED, "x")
+    assert told.rate(2.0) == pytest.approx(10.0)
+    assert told.failures() == {"a: x": 10}

@@ -1,0 +1,177 @@
+"""The journal's disk space: given back as batches are acknowledged, and a full disk loses nothing."""
+
+import json
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from orchestrator.journal.reader import JournalReader
+from orchestrator.journal.store import JournalStore
+from tests.support.journal_groups import facts, make_batch, make_group
+
+SEGMENT_BYTES = 8 * 1024
+
+
+def make_store(run_dir: Path, keep_batches: int = 2) -> JournalStore:
+    return JournalStore(run_dir, keep_batches=keep_batches, segment_bytes=SEGMENT_BYTES, fsync=False)
+
+
+def payload_bytes(run_dir: Path) -> int:
+    return sum(path.stat().st_size for path in (run_dir / "journal" / "payloads").iterdir())
+
+
+def run_steps(store: JournalStore, first: int, last: int, groups: int = 4) -> None:
+    """Record, form and acknowledge batches, one transaction each."""
+    for step in range(first, last + 1):
+        batch = make_batch(step, groups)
+        store.begin(sync=False)
+        for group in batch.groups:
+            store.add_group(group)
+        store.add_batch(batch)
+        store.add_ack(step, 0, 1)
+        store.acknowledge(step)
+        store.prune("math", step * groups)
+        store.commit(sync=False)
+        store.tidy()
+
+
+def test_the_files_do_not_grow_with_the_run(tmp_path: Path) -> None:
+    """After many steps the payloads take no more than after a few, and the tables hold the kept groups only."""
+    store = make_store(tmp_path)
+    run_steps(store, 1, 20)
+    early = payload_bytes(tmp_path)
+    run_steps(store, 21, 300)
+    store.tidy(force=True)
+    assert payload_bytes(tmp_path) <= early + 2 * SEGMENT_BYTES
+    assert (tmp_path / "journal" / "journal.sqlite3").stat().st_size < 400_000
+    with JournalReader(tmp_path) as reader:
+        assert len(list(reader.group_rows())) == 8
+        assert reader.recover().resolved == {"math": (1200, [])}
+        assert len(reader.batches()) == 300
+    store.close()
+
+
+def test_a_group_that_waits_for_long_does_not_keep_its_segment(tmp_path: Path) -> None:
+    """What is left of old segments is moved together, and is still whole."""
+    store = make_store(tmp_path)
+    waiting = [make_group(position, "slow") for position in range(12)]
+    for number, group in enumerate(waiting):
+        store.begin(sync=False)
+        store.add_group(group)
+        store.commit(sync=False)
+        run_steps(store, 1 + 20 * number, 20 * (number + 1))
+    live = sum(len(group.tokens) * 9 + 200 for group in waiting)
+    assert payload_bytes(tmp_path) < 4 * live + 8 * SEGMENT_BYTES
+    with JournalReader(tmp_path) as reader:
+        assert [facts(group) for group in reader.recover().groups] == [facts(group) for group in waiting]
+    store.close()
+
+
+def test_payloads_that_no_row_refers_to_are_deleted_at_the_next_start(tmp_path: Path) -> None:
+    """A process killed between writing payloads and committing leaves no litter for ever."""
+    store = make_store(tmp_path)
+    run_steps(store, 1, 2)
+    store.close()
+    orphan = tmp_path / "journal" / "payloads" / "00000099.bin"
+    orphan.write_bytes(b"x" * 1000)
+    make_store(tmp_path).close()
+    assert not orphan.exists()
+
+
+def test_a_transaction_that_fails_leaves_no_trace(tmp_path: Path) -> None:
+    """Neither rows nor payload bytes, and the store goes on."""
+    store = make_store(tmp_path)
+    run_steps(store, 1, 1)
+    before = payload_bytes(tmp_path)
+    store.begin(sync=False)
+    store.add_group(make_group(100))
+    store.add_group(make_group(0))
+    with pytest.raises(sqlite3.IntegrityError):
+        store.commit(sync=False)
+    assert payload_bytes(tmp_path) > before
+    store.rollback()
+    assert payload_bytes(tmp_path) == before
+    store.begin(sync=True)
+    store.add_group(make_group(101))
+    store.commit(sync=True)
+    store.close()
+    with JournalReader(tmp_path) as reader:
+        assert [facts(group) for group in reader.recover().groups] == [facts(make_group(101))]
+
+
+def test_somebody_who_reads_does_not_stop_the_writer(tmp_path: Path) -> None:
+    """An open read transaction delays the folding of the WAL and nothing else."""
+    store = make_store(tmp_path)
+    run_steps(store, 1, 2)
+    reader = JournalReader(tmp_path)
+    reader._connection.execute("BEGIN")
+    reader._connection.execute("SELECT count(*) FROM groups").fetchall()
+    run_steps(store, 3, 6)
+    store.tidy(force=True)
+    reader._connection.execute("COMMIT")
+    store.tidy(force=True)
+    assert (tmp_path / "journal" / "journal.sqlite3-wal").stat().st_size == 0
+    reader.close()
+    store.close()
+
+
+FULL_DISK = """
+import asyncio, json, resource, sys
+from pathlib import Path
+from orchestrator.journal import Journal
+from tests.support.journal_groups import make_group
+
+async def main():
+    # No file of this process may grow further than this: what a full disk does to the files that grow.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), int(sys.argv[2])))
+    errors, failed, durable = [], asyncio.Event(), -1
+    def on_error(error):
+        errors.append(str(error))
+        failed.set()
+    journal = Journal.open(Path(sys.argv[1]), commit_interval_s=0.001, on_error=on_error)
+    for position in range(100_000):
+        journal.record_group(make_group(position, longest=int(sys.argv[3])))
+        try:
+            await journal.flush()
+        except Exception:
+            break
+        durable = position
+    await failed.wait()
+    try:
+        await journal.aclose()
+        closed = ""
+    except Exception as error:
+        closed = str(error)
+    print(json.dumps({"errors": errors, "durable": durable, "full": journal.full, "closed": closed}))
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize(("limit", "longest"), [(400_000, 40), (2_000_000, 5000)], ids=["wal", "payloads"])
+def test_a_full_disk_is_said_once_and_loses_nothing_that_was_recorded(
+    tmp_path: Path, limit: int, longest: int
+) -> None:
+    """Everything up to the last flush that returned is there again; dispatch was told to stop."""
+    child = subprocess.run(
+        [sys.executable, "-c", FULL_DISK, str(tmp_path / "run"), str(limit), str(longest)],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
+        check=True,
+    )
+    said = json.loads(child.stdout)
+    assert len(said["errors"]) == 1
+    assert "cannot be written" in said["errors"][0]
+    assert said["full"]
+    assert said["closed"]
+    assert said["durable"] > 3
+    with JournalReader(tmp_path / "run") as reader:
+        again = reader.recover()
+    assert not again.damaged
+    assert [group.task.position for group in again.groups] == list(range(len(again.groups)))
+    assert len(again.groups) >= said["durable"] + 1
+    assert facts(again.groups[-1]) == facts(make_group(len(again.groups) - 1, longest=longest))

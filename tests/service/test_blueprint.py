@@ -1,0 +1,138 @@
+"""From configuration to the parts' own arguments."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from envs.curve import write_pair
+from orchestrator.config import Config
+from orchestrator.errors import ConfigError
+from orchestrator.groups.group import Group
+from orchestrator.service import blueprint
+
+
+def config(**changes: Any) -> Config:
+    env = {"id": "reverse", "name": "r", "ratio": 1.0}
+    data: dict[str, Any] = {"local": {}, "train": {"env": [env]}}
+    return Config(**(data | changes))
+
+
+def test_settings_of_an_env_override_those_of_its_table() -> None:
+    """Sampling is merged key by key; group size and the rest are replaced."""
+    made = config(
+        train={
+            "group_size": 8,
+            "sampling": {"temperature": 1.0, "max_tokens": 16},
+            "env": [{"id": "reverse", "ratio": 1.0, "group_size": 4, "sampling": {"max_tokens": 99}}],
+        }
+    )
+    env = blueprint.build_train_envs(made)["reverse"]
+    assert env.spec.sampling == {"temperature": 1.0, "max_tokens": 99}
+    assert env.settings.group_size == 4
+
+
+def test_the_split_of_an_id_is_used_and_evals_default_to_their_own() -> None:
+    """`@hard` names the split; without one training reads "train" and evaluation "eval"."""
+    made = config(
+        train={"env": [{"id": "reverse@hard", "ratio": 1.0}]},
+        eval={"env": [{"id": "reverse"}]},
+    )
+    assert blueprint.build_train_envs(made)["reverse@hard"].spec.split == "hard"
+    assert blueprint.build_eval_envs(made)["eval-reverse"].spec.split == "eval"
+
+
+def test_a_server_has_room_for_a_whole_group() -> None:
+    """Else a group-scored env could never start one."""
+    made = config(train={"group_size": 64, "env": [{"id": "agree", "ratio": 1.0, "capacity": 8}]})
+    assert blueprint.build_train_envs(made)["agree"].spec.capacity == 64
+
+
+def test_a_domain_is_an_environment_without_a_class() -> None:
+    """The id is routed to its functions, and the domain's system prompt holds unless the env has one."""
+    domains = {"math": {"rollout": "pkg:solve", "dataset": "pkg:load", "system_prompt": "Think."}}
+    made = config(
+        domains=domains,
+        train={
+            "env": [
+                {"id": "math::gsm8k@hard", "name": "a", "ratio": 1.0, "args": {"limit": 3}},
+                {"id": "math::gsm8k", "name": "b", "ratio": 1.0, "system_prompt": "Short."},
+            ]
+        },
+    )
+    envs = blueprint.build_train_envs(made)
+    assert envs["a"].spec.id.endswith("::math::gsm8k@hard")
+    assert envs["a"].spec.args == {"rollout": "pkg:solve", "dataset": "pkg:load", "args": {"limit": 3}}
+    assert (envs["a"].spec.split, envs["b"].spec.split) == ("hard", "train")
+    assert (envs["a"].spec.system_prompt, envs["b"].spec.system_prompt) == ("Think.", "Short.")
+
+
+def test_an_unknown_domain_is_an_error_that_names_the_nearest() -> None:
+    """Before anything is spawned."""
+    domains = {"math": {"rollout": "pkg:solve", "dataset": "pkg:load"}}
+    made = config(domains=domains, train={"env": [{"id": "maths::gsm8k", "ratio": 1.0}]})
+    with pytest.raises(ConfigError, match=r'no domain or loader "maths".*math'):
+        blueprint.build_train_envs(made)
+
+
+def test_the_trainer_finds_its_batches_where_the_configuration_says(tmp_path: Path) -> None:
+    """A ZMQ address, or a directory: the run's own unless one is named."""
+    assert blueprint.trainer_address(config(trainer={"bind": "tcp://127.0.0.1:7"})) == "tcp://127.0.0.1:7"
+    here = config(run_dir=tmp_path, trainer={"transport": "filesystem"})
+    assert blueprint.trainer_address(here) == f"file://{tmp_path}/trainer"
+    there = config(trainer={"transport": "filesystem", "directory": tmp_path / "shared"})
+    assert blueprint.trainer_address(there) == f"file://{tmp_path}/shared"
+
+
+def test_keys_are_read_from_files_and_their_absence_is_named(tmp_path: Path) -> None:
+    """The secret never shows in the message."""
+    public, secret = write_pair(tmp_path, "service")
+    made = config(trainer={"secret_key_file": str(secret), "trainer_key_files": [str(public)]})
+    keys = blueprint.trainer_keys(made)
+    assert keys is not None
+    assert keys.clients == (public.read_text().strip(),)
+    assert blueprint.trainer_keys(config()) is None
+    with pytest.raises(ConfigError, match=r"trainer: cannot read the CURVE key .*nowhere"):
+        blueprint.trainer_keys(config(trainer={"secret_key_file": str(tmp_path / "nowhere")}))
+    lonely = config(
+        train={
+            "env": [
+                {
+                    "id": "reverse",
+                    "ratio": 1.0,
+                    "server_key_file": str(public),
+                    "addresses": ["tcp://10.0.0.1:1"],
+                }
+            ]
+        }
+    )
+    with pytest.raises(ConfigError, match="needs secret_key_file"):
+        blueprint.build_train_envs(lonely)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "batch", "slack"), [((8, 8), 64, 0), ((8, 4), 64, 4), ((4, 3), 12, 3), ((12, 2), 12, 6)]
+)
+def test_slack_is_what_whole_groups_may_leave_of_a_batch(
+    sizes: tuple[int, int], batch: int, slack: int
+) -> None:
+    """None where every group has the same size; never more than half a batch."""
+    envs = [
+        {"id": "reverse", "name": f"e{i}", "ratio": 1.0, "group_size": size} for i, size in enumerate(sizes)
+    ]
+    assert blueprint.batch_slack(config(train={"env": envs}, batch={"size": batch})) == slack
+
+
+def test_paced_queues_are_walked_by_age_of_the_policy() -> None:
+    """So that older work goes first; with drop, what came first goes first."""
+
+    def refuse(group: Group, n: int) -> tuple[Group, Group]:
+        raise AssertionError("nothing is split here")
+
+    for mode, first in (("pace", "new arrival, old version"), ("drop", "old arrival, new version")):
+        made = config(staleness={"mode": mode}, batch={"size": 1})
+        envs = blueprint.build_train_envs(made)
+        buffer: Any = blueprint.build_buffer(made, {"r": 1.0}, envs, split=refuse)
+        buffer.add("old arrival, new version", env="r", size=1, version=2)
+        buffer.add("new arrival, old version", env="r", size=1, version=1)
+        assert buffer.take() == [first]

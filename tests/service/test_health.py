@@ -1,0 +1,109 @@
+"""The process's own health: the event loop's lag, and the watchdog that says what a run waits for."""
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from orchestrator.errors import StalledError
+from orchestrator.service.health import LoopLag, Watchdog
+from tests.support.waiting import until
+
+DIAGNOSIS = {"waiting_for": "the trainer", "buffer": "32 of 32", "failures": {"math: error": 3}}
+
+
+class Watched:
+    """A run as the watchdog sees it: what moved last, how long everything has failed, what the time is."""
+
+    def __init__(self, *, now: float = 1000.0, exit_on_stall: bool = False) -> None:
+        self.now = now
+        self.progressed = 0.0
+        self.failing_s = 0.0
+        self.looks = 0
+        self.looked = asyncio.Event()
+        self.watchdog = Watchdog(
+            timeout_s=0.1,
+            exit_on_stall=exit_on_stall,
+            progressed_at=lambda: self.progressed,
+            all_failing_s=self._look,
+            diagnose=lambda: DIAGNOSIS,
+            clock=lambda: self.now,
+        )
+
+    def _look(self) -> float:
+        self.looks += 1
+        self.looked.set()
+        return self.failing_s
+
+    async def wait_looks(self, n: int) -> None:
+        """Wait until the watchdog has looked `n` times more."""
+        end = self.looks + n
+        while self.looks < end:
+            self.looked.clear()
+            await self.looked.wait()
+
+
+async def records_while(watched: Watched, *changes: dict[str, Any]) -> list[Any]:
+    """What is logged while a run changes; between two changes the watchdog looks several times."""
+    with capture_logs() as records:
+        task = asyncio.create_task(watched.watchdog.run())
+        for change in changes:
+            for name, value in change.items():
+                setattr(watched, name, value)
+            await watched.wait_looks(3)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    return [record for record in records if record["event"] == "run.stalled"]
+
+
+async def test_a_stall_is_reported_once_with_what_is_waited_for() -> None:
+    """However long it lasts, one record says it."""
+    (record,) = await records_while(Watched(), {"now": 1000.0}, {"now": 2000.0})
+    assert record["idle_s"] == 1000.0
+    assert record["waiting_for"] == "the trainer"
+    assert record["buffer"] == "32 of 32"
+
+
+async def test_a_second_stall_is_reported_again() -> None:
+    """Progress in between makes it another one."""
+    records = await records_while(Watched(), {"now": 1000.0}, {"progressed": 1999.0, "now": 2000.0})
+    assert [record["idle_s"] for record in records] == [1000.0, 1.0]
+
+
+async def test_a_run_that_moves_is_left_alone() -> None:
+    """No record as long as something has moved within the timeout."""
+    assert await records_while(Watched(), {"now": 1.0, "progressed": 1.0}, {"now": 1.05}) == []
+
+
+async def test_a_stall_may_end_the_run() -> None:
+    """With exit_on_stall the run ends with an exit code of its own and the reason."""
+    watched = Watched(exit_on_stall=True)
+    with pytest.raises(StalledError, match="nothing has moved for 1000 s: waiting for the trainer; 32 of 32"):
+        await watched.watchdog.run()
+    assert StalledError.exit_code == 7
+
+
+async def test_a_run_in_which_every_env_fails_ends() -> None:
+    """Even without exit_on_stall: going on would only burn rollouts."""
+    watched = Watched()
+    watched.progressed, watched.failing_s = watched.now, 5.0
+    with pytest.raises(StalledError, match=r"every env has been failing for 5 s: .*math: error"):
+        await watched.watchdog.run()
+
+
+async def test_the_lag_of_a_blocked_loop_is_seen() -> None:
+    """A call that holds the loop shows up in the highest percentile."""
+    lag = LoopLag()
+    assert lag.percentile(0.99) == 0.0
+    task = asyncio.create_task(lag.run())
+    await asyncio.sleep(0)
+    blocked_s = 0.2
+    time.sleep(blocked_s)  # noqa: ASYNC251  holding the loop is the point
+    await until(lambda: lag.percentile(1.0) > 0.0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert lag.percentile(1.0) > blocked_s / 2

@@ -1,0 +1,107 @@
+"""The trainer's half of the conversation: what was asked is asked again until it is answered."""
+
+import pytest
+
+from orchestrator.errors import TrainerLinkError
+from orchestrator.trainer.protocol import (
+    PROTOCOL,
+    Ack,
+    Join,
+    Next,
+    Ok,
+    Ping,
+    Pong,
+    Refused,
+    Served,
+    ToTrainer,
+    Unknown,
+    Welcome,
+    decode_to_server,
+    encode,
+)
+from orchestrator.trainer.session import Answered, TrainerSession
+
+WELCOME = Welcome(PROTOCOL, run="r", world_size=2, after=0, version=0)
+
+
+def hear(session: TrainerSession, message: ToTrainer, *frames: bytes) -> tuple[list[object], Answered | None]:
+    """What the session sends and yields when a message comes."""
+    out, reply = session.receive([encode(message), *frames])
+    return [decode_to_server(frame) for frame in out], reply
+
+
+def test_a_request_waits_for_the_welcome() -> None:
+    """Nothing is asked on a connection that has not joined."""
+    session = TrainerSession(rank=1, world_size=2)
+    joined = decode_to_server(session.hello())
+    assert isinstance(joined, Join)
+    assert (joined.protocol, joined.rank, joined.world_size) == (PROTOCOL, 1, 2)
+    assert session.ask(Next(1, after=0)) == []
+    assert hear(session, WELCOME) == ([Next(1, after=0)], None)
+    assert session.ask(Ack(2, 1)) == [encode(Ack(2, 1))]
+
+
+def test_everything_unanswered_is_asked_again_after_a_restart_of_the_service() -> None:
+    """What was answered is not."""
+    session = TrainerSession(rank=0, world_size=2)
+    hear(session, WELCOME)
+    session.ask(Ack(1, 1))
+    session.ask(Next(2, after=1))
+    assert hear(session, Ok(1)) == ([], Answered(Ok(1), []))
+    sent, _ = hear(session, Unknown())
+    assert [type(message) for message in sent] == [Join]
+    assert hear(session, WELCOME) == ([Next(2, after=1)], None)
+
+
+def test_joins_that_piled_up_do_not_make_it_ask_more_than_once() -> None:
+    """A batch is large: one answer to several joins is enough."""
+    session = TrainerSession(rank=0, world_size=2)
+    session.ask(Next(1, after=0))
+    session.hello()
+    session.hello()
+    assert hear(session, WELCOME)[0] == [Next(1, after=0)]
+    assert hear(session, WELCOME)[0] == []
+    assert hear(session, Unknown())[0] != []
+    assert hear(session, Unknown())[0] == []
+
+
+def test_an_answer_counts_once() -> None:
+    """A second answer to the same request, and one to a forgotten request, are dropped."""
+    session = TrainerSession(rank=0, world_size=2)
+    hear(session, WELCOME)
+    session.ask(Next(1, after=0))
+    session.ask(Next(2, after=1))
+    session.forget(2)
+    _, reply = hear(session, Served(1, 1), b"frame")
+    assert reply is not None
+    assert list(reply.frames) == [b"frame"]
+    assert hear(session, Served(1, 1), b"frame") == ([], None)
+    assert hear(session, Served(2, 2), b"frame") == ([], None)
+
+
+def test_silence_is_answered_by_a_ping_or_another_join() -> None:
+    """Depending on whether the service knows the connection."""
+    session = TrainerSession(rank=0, world_size=2)
+    assert isinstance(decode_to_server(session.silence()), Join)
+    hear(session, WELCOME)
+    assert decode_to_server(session.silence()) == Ping()
+    assert hear(session, Pong()) == ([], None)
+
+
+def test_what_can_only_be_wrong_is_an_error() -> None:
+    """A refusal, another run, another language."""
+    session = TrainerSession(rank=0, world_size=2)
+    hear(session, WELCOME)
+    with pytest.raises(TrainerLinkError, match="rank 0 was refused: no"):
+        hear(session, Refused("no"))
+    with pytest.raises(TrainerLinkError, match="now serves run other"):
+        hear(session, Welcome(PROTOCOL, run="other", world_size=2, after=0, version=0))
+    with pytest.raises(TrainerLinkError, match="cannot be understood"):
+        session.receive([b"\xc1"])
+
+
+@pytest.mark.parametrize(("rank", "world_size"), [(-1, 1), (1, 1), (0, 0)])
+def test_a_rank_outside_of_the_world_is_a_mistake(rank: int, world_size: int) -> None:
+    """Said before anything is sent."""
+    with pytest.raises(ValueError, match="rank must be at least 0"):
+        TrainerSession(rank=rank, world_size=world_size)

@@ -1,0 +1,113 @@
+"""What a person sees: the live display and the closing summary."""
+
+import asyncio
+import io
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from orchestrator.views.progress import print_summary, render, show_progress
+from tests.support.sample_status import env_status, sample_status
+
+
+def console(width: int = 120, *, terminal: bool = False) -> tuple[Console, io.StringIO]:
+    out = io.StringIO()
+    return Console(file=out, width=width, force_terminal=terminal, color_system=None), out
+
+
+def shown(status: Any) -> str:
+    target, out = console()
+    target.print(render(status))
+    return out.getvalue()
+
+
+def test_the_display_shows_the_run() -> None:
+    """Step, reward, version, in flight, rate and queue are on the first line."""
+    first = " ".join(shown(sample_status()).splitlines()[0].split())
+    assert first == "step 5/20 reward 0.750 version 4 in flight 12/64 rollouts/s 37 queued 8/32 62 s"
+
+
+def test_the_display_shows_every_env_against_its_target() -> None:
+    """Each env has its own line with reward, mix and target."""
+    status = sample_status(envs={"math": env_status(), "code": env_status(target=0.6, reward=None)})
+    lines = {line.split()[0]: line.split() for line in shown(status).splitlines() if line.strip()}
+    assert lines["math"][1:5] == ["0.750", "41.2%", "39.1%", "40.0%"]
+    assert lines["code"][1] == "–"
+    assert lines["code"][4] == "60.0%"
+
+
+def test_the_display_says_what_is_waited_for() -> None:
+    """A run that stands still tells why."""
+    assert "waits for the trainer" in shown(sample_status(waiting_for="the trainer"))
+    assert "waits" not in shown(sample_status(waiting_for=""))
+
+
+def test_a_run_without_an_end_has_no_bar() -> None:
+    """Without max_steps only the step is known."""
+    assert "step 5 " in shown(sample_status(max_steps=None))
+
+
+def test_names_are_no_markup() -> None:
+    """An env name with brackets is shown as it is."""
+    assert "[bold]odd[/bold]" in shown(sample_status(envs={"[bold]odd[/bold]": env_status()}))
+
+
+async def test_the_live_display_ends_with_the_last_picture() -> None:
+    """When the run ends, what stays on the screen is its final state."""
+    now = {"step": 1}
+    asked = asyncio.Event()
+
+    def status() -> Any:
+        asked.set()
+        return sample_status(step=now["step"])
+
+    target, out = console(terminal=True)
+    task = asyncio.create_task(show_progress(status, target))
+    await asked.wait()
+    now["step"] = 20
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert "step 20/20" in out.getvalue()
+
+
+SUMMARY: dict[str, Any] = {
+    "end": "max_steps reached",
+    "run_dir": "runs/quickstart",
+    "steps": 60,
+    "sequences": 7680,
+    "first_reward": 0.01,
+    "last_reward": 0.97,
+    "envs": {
+        "reverse": {
+            "first_reward": 0.0,
+            "last_reward": 0.992,
+            "target_share": 0.4,
+            "actual_share": 0.397,
+            "sequences": 3048,
+        },
+        "[idle]": {
+            "first_reward": None,
+            "last_reward": None,
+            "target_share": 0.6,
+            "actual_share": 0.0,
+            "sequences": 0,
+        },
+    },
+    "outcomes": {"completed": 7680, "timed_out": 2, "lost": 0},
+    "wall_time_s": 21.44,
+}
+
+
+def test_the_summary_is_readable() -> None:
+    """Why it ended, first and last rewards, the mix against its target, what became of the rollouts, where it is."""
+    target, out = console()
+    print_summary(SUMMARY, target)
+    lines = [line.split() for line in out.getvalue().splitlines() if line.strip()]
+    assert lines[0] == ["max_steps", "reached"]
+    assert lines[2] == ["reverse", "0.000", "0.992", "39.7%", "40.0%", "3048"]
+    assert lines[3] == ["[idle]", "–", "–", "0.0%", "60.0%", "0"]
+    assert lines[4] == ["all", "0.010", "0.970", "7680"]
+    assert "60 steps in 21.4 s; rollouts: 7680 completed, 2 timed out" in out.getvalue()
+    assert "run directory: runs/quickstart" in out.getvalue()
