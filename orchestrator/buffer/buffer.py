@@ -6,19 +6,27 @@ exact batch with it and those already chosen exists. Every group that is added l
 evicted. Cost does not grow with the queue. A call that raises leaves everything as it was.
 
 It knows an environment's name, a size and a version of what it holds, and nothing of rollouts. It has no
-clock and never waits. It does not refuse what is finished when it is full: `room` tells how much more to start.
+clock and never waits. It does not refuse what is finished: how much is started is somebody else's decision.
 """
 
-import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from fractions import Fraction
 from operator import index
 from typing import Generic, Literal, TypeVar
 
+from orchestrator.buffer.completing import can_complete, completing
 from orchestrator.buffer.queue import Entry, EnvQueue, SizeQueue
 from orchestrator.buffer.quotas import Quotas, minimum_counts
-from orchestrator.buffer.rules import ExactRule, QuotaRule, Rule, Selection, TokenRule, describe_misfit
-from orchestrator.buffer.splitting import Cut, plan_cuts
+from orchestrator.buffer.rules import (
+    ExactRule,
+    ExactSelection,
+    QuotaRule,
+    Rule,
+    Selection,
+    TokenRule,
+    describe_misfit,
+)
+from orchestrator.buffer.splitting import Cut, cut_overshoots, plan_cuts
 
 T = TypeVar("T")
 
@@ -41,7 +49,6 @@ class BatchBuffer(Generic[T]):
       (`on_starved="redistribute"`) or waited for (`"wait"`).
     - `on_stuck="split"`: where a full batch is queued but no exact one for `stuck_after_s`, a group is split by
       `split(item, n)` into its first `n` sequences and the rest.
-    - `max_sequences`: what `room` counts down from.
     - `order`: the front of the queue is what arrived first, or what was sampled by the oldest version.
     """
 
@@ -49,7 +56,7 @@ class BatchBuffer(Generic[T]):
         self,
         batch_size: int,
         *,
-        minimums: Mapping[str, float] | None = None,
+        minimums: Mapping[str, float | Fraction] | None = None,
         envs: Collection[str] | None = None,
         unit: Literal["sequences", "tokens"] = "sequences",
         quotas: Mapping[str, float] | None = None,
@@ -57,7 +64,6 @@ class BatchBuffer(Generic[T]):
         on_stuck: Literal["wait", "split"] = "wait",
         stuck_after_s: float = 60.0,
         split: Callable[[T, int], tuple[T, T]] | None = None,
-        max_sequences: int | None = None,
         order: Literal["arrival", "version"] = "arrival",
     ) -> None:
         self.batch_size = _whole("batch size", batch_size, least=1)
@@ -72,10 +78,7 @@ class BatchBuffer(Generic[T]):
             raise ValueError("on_stuck = split needs a function that splits a group")
         if not stuck_after_s >= 0:
             raise ValueError(f"stuck_after_s must not be negative, not {stuck_after_s!r}")
-        if max_sequences is not None:
-            _whole("max_sequences", max_sequences, least=self.batch_size if unit == "sequences" else 1)
         self.unit = unit
-        self.max_sequences = max_sequences
         self._by_version = order == "version"
         self._split = split if on_stuck == "split" else None
         self._stuck_after_s = stuck_after_s
@@ -129,6 +132,7 @@ class BatchBuffer(Generic[T]):
             if size > self.batch_size:
                 raise ValueError(f"a group of {size} sequences exceeds the batch of {self.batch_size}")
             lane = self._lane(env, size)
+        lane.env.recent.append(size)
         self._arrivals += 1
         place = self._arrivals * _PLACES
         if self._by_version:
@@ -138,19 +142,45 @@ class BatchBuffer(Generic[T]):
             self._ready = None  # one more group never takes a batch away, but for quotas
         self._choice = None
 
-    def take(self, now: float | None = None) -> list[T] | None:
-        """The next batch in queue order, or None. `now` is needed to split groups after a time."""
+    def take(
+        self,
+        now: float | None = None,
+        *,
+        at_once: bool = False,
+        must_before: int | None = None,
+        most: Mapping[str, int] | None = None,
+    ) -> list[T] | None:
+        """The next batch in queue order, or None.
+
+        `now` is needed to split groups after a time, `at_once` splits without waiting for it. Groups of versions
+        before `must_before` are all in the batch, if need be by splitting another. `most`: no more than this of an
+        env, where an exact batch allows it.
+        """
         choice = self._choose()
+        if choice is not None and (most or must_before is not None):
+            choice = self._prefer(choice, most or {}, must_before)
         if choice is None and self._split is not None and now is not None:
-            choice = self._choose_by_splitting(self._split, now)
+            choice = self._choose_by_splitting(self._split, now, at_once=at_once)
         if choice is None:
             return None
         self._stuck_since = None
         return self._let_go(choice.commit())
 
+    @property
+    def split_at(self) -> float | None:
+        """When a group is split if nothing else makes a batch; None while no batch is stuck."""
+        if self._split is None or self._stuck_since is None:
+            return None
+        return self._stuck_since + self._stuck_after_s
+
     def can_take(self) -> bool:
         """Whether `take` would return a batch without splitting a group."""
         return self._ready if self._ready is not None else self._choose() is not None
+
+    @property
+    def full_but_inexact(self) -> bool:
+        """Whether enough is queued for a batch, of every env too, and still no exact one can be made."""
+        return not self.can_take() and not self._rule.shortage(list(self._envs.values()))
 
     def evict_older_than(self, version: int) -> list[T]:
         """Remove the groups of versions below `version`, in queue order."""
@@ -178,33 +208,33 @@ class BatchBuffer(Generic[T]):
             return f"a batch of {self.batch_size} {self.unit} can be taken{note}"
         return (self._rule.shortage(envs) or describe_misfit(self.batch_size, envs)) + note
 
-    def room(self) -> int:
-        """How many more sequences may be started, those in flight included; never below 0.
+    def needed(self, coming: Mapping[str, int]) -> frozenset[str]:
+        """Envs of which the next batch needs more than is queued and `coming`: to be started whatever else holds.
 
-        Close to the bound, and while no batch can be taken, the bound is a quarter higher: holding back what
-        would complete a batch would be holding back for ever.
+        While nothing is coming and no exact batch can be had, and groups are not split, it is as few envs as possible
+        whose further groups, of the sizes that they had lately, would make one.
         """
-        if self.max_sequences is None:
-            return sys.maxsize
-        room = self.max_sequences - self._sequences
-        if room < self.max_sequences // 4 and not self.can_take():
-            room += self.max_sequences // 4
-        return max(0, room)
-
-    @property
-    def full(self) -> bool:
-        """Whether nothing more should be started."""
-        return self.room() == 0
-
-    @property
-    def starved(self) -> frozenset[str]:
-        """Envs that have less queued than the next batch must have of them: to be started first."""
-        return frozenset(self._rule.starved(list(self._envs.values())))
+        envs = list(self._envs.values())
+        found = self._rule.needed(envs, coming)
+        if (
+            found
+            or self.unit == "tokens"
+            or self._split is not None
+            or any(coming.values())
+            or self.can_take()
+        ):
+            return frozenset(found)
+        return frozenset(completing(self.batch_size, envs))
 
     @property
     def minimums(self) -> dict[str, int]:
         """Sequences (or tokens) that every batch has at least of each env; 0 where waived."""
         return {env.name: env.required for env in self._envs.values() if env.minimum}
+
+    @property
+    def configured_minimums(self) -> dict[str, int]:
+        """The same, waived or not."""
+        return {env.name: env.minimum for env in self._envs.values() if env.minimum}
 
     @property
     def queued_by_env(self) -> dict[str, int]:
@@ -235,22 +265,46 @@ class BatchBuffer(Generic[T]):
             self._ready = self._choice is not None
         return self._choice
 
-    def _choose_by_splitting(self, split: Callable[[T, int], tuple[T, T]], now: float) -> Selection | None:
-        """There is no exact batch: once that has lasted long enough, make one by splitting a group."""
+    def _prefer(
+        self, choice: Selection, most: Mapping[str, int], must_before: int | None
+    ) -> Selection | None:
+        """Another choice than the first one where that must, or had better, be."""
+        envs = list(self._envs.values())
+        if isinstance(self._rule, ExactRule) and most:
+            choice = self._rule.choose(envs, most) or self._rule.choose(envs) or choice
+        self._choice = choice
+        if must_before is None or not isinstance(choice, ExactSelection) or self._split is None:
+            return choice
+        must = sum(count for version, count in self._versions.items() if version < must_before)
+        if sum(entry[1] < must_before for entry in choice.entries) < must:
+            # Walking the queue from its front takes them all, and cuts the group that does not fit any more.
+            for env in envs:
+                env.high = self.batch_size
+            self._cut(cut_overshoots(self.batch_size, envs), self._split)
+            choice = self._choose() or choice
+        return choice
+
+    def _choose_by_splitting(
+        self, split: Callable[[T, int], tuple[T, T]], now: float, *, at_once: bool
+    ) -> Selection | None:
+        """There is no exact batch: make one by splitting a group, once waiting cannot help or has lasted."""
         envs = list(self._envs.values())
         if self._rule.shortage(envs):
             self._stuck_since = None
             return None
         if self._stuck_since is None:
             self._stuck_since = now
-        if now - self._stuck_since < self._stuck_after_s:
+        waited = now - self._stuck_since >= self._stuck_after_s
+        if not at_once and not waited and can_complete(self.batch_size, envs):
             return None
-        cuts = plan_cuts(self.batch_size, envs)
+        self._cut(plan_cuts(self.batch_size, envs), split)
+        return self._choose()
+
+    def _cut(self, cuts: Sequence[Cut], split: Callable[[T, int], tuple[T, T]]) -> None:
         parts = [split(cut.entry[4], cut.size) for cut in cuts]
         for cut, (first, rest) in zip(cuts, parts, strict=True):
             self._replace(cut, first, rest)
         self._changed()
-        return self._choose()
 
     def _replace(self, cut: Cut, first: T, rest: T) -> None:
         place, version, size, _, _, env = cut.entry

@@ -8,6 +8,7 @@ Knows nothing of batches, minimums or rollouts.
 """
 
 from bisect import bisect_left, insort
+from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from operator import itemgetter
@@ -18,6 +19,8 @@ Entry = tuple[int, int, int, int, Any, "EnvQueue"]
 
 _place: Callable[[Entry], int] = itemgetter(0)
 _COMPACT_FROM = 64
+_RECENT = 64
+"""Groups of an environment whose sizes are remembered: what its next ones may be like."""
 
 
 class SizeQueue:
@@ -106,6 +109,7 @@ class EnvQueue:
     most: int = 0
     sums: int = 0
     sums_limit: int = 0
+    recent: deque[int] = field(default_factory=lambda: deque(maxlen=_RECENT))
 
     @property
     def stock(self) -> Collection[SizeQueue]:

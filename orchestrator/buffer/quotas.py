@@ -25,7 +25,7 @@ def exact(what: str, share: object) -> Fraction:
         raise ValueError(f"{what} must be a finite number, not {share!r}") from None
 
 
-def minimum_counts(shares: Mapping[str, float], batch_size: int) -> dict[str, int]:
+def minimum_counts(shares: Mapping[str, float | Fraction], batch_size: int) -> dict[str, int]:
     """Sequences of each env that every batch must have: `ceil(share × batch_size)`.
 
     Shares that exceed 100 % in sum are divided by it. Where rounding up would still ask for more than a batch,

@@ -4,8 +4,9 @@ A rule says what is short, which groups come next, and what follows from a batch
 told the queue on every call and keep nothing of it; only quotas remember what they carry over.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Protocol
 
 from orchestrator.buffer.oldest_first import choose_exact
@@ -34,8 +35,8 @@ class Rule(Protocol):
         """The next batch, given that there is no shortage. Sets every env's low and high."""
         ...
 
-    def starved(self, envs: Sequence[EnvQueue]) -> list[str]:
-        """Envs that have too little queued for what the next batch should have of them."""
+    def needed(self, envs: Sequence[EnvQueue], coming: Mapping[str, int]) -> list[str]:
+        """Envs of which the next batch needs more than is queued and coming."""
         ...
 
 
@@ -80,15 +81,18 @@ class ExactRule:
                 return f'env "{env.name}" has {env.sequences} of its minimum of {env.required} sequences'
         return ""
 
-    def choose(self, envs: Sequence[EnvQueue]) -> ExactSelection | None:
+    def choose(
+        self, envs: Sequence[EnvQueue], most: Mapping[str, int] = MappingProxyType({})
+    ) -> ExactSelection | None:
+        """`most`: no more than this of an env."""
         for env in envs:
             env.low = env.required
-            env.high = self.size
+            env.high = max(env.low, min(self.size, most.get(env.name, self.size)))
         entries = choose_exact(self.size, envs)
         return None if entries is None else ExactSelection(entries, envs)
 
-    def starved(self, envs: Sequence[EnvQueue]) -> list[str]:
-        return [env.name for env in envs if env.sequences < env.required]
+    def needed(self, envs: Sequence[EnvQueue], coming: Mapping[str, int]) -> list[str]:
+        return _needed(self.size, envs, {env.name: env.sequences for env in envs}, coming)
 
 
 @dataclass(slots=True)
@@ -118,8 +122,9 @@ class QuotaRule:
         self.quotas = quotas
         self.wait = wait
 
-    def _plan(self, envs: Sequence[EnvQueue]) -> QuotaPlan:
-        queued = {env.name: env.sequences for env in envs}
+    def _plan(self, envs: Sequence[EnvQueue], queued: Mapping[str, int] | None = None) -> QuotaPlan:
+        if queued is None:
+            queued = {env.name: env.sequences for env in envs}
         return self.quotas.plan(self.size, queued, [env.name for env in envs if not env.available])
 
     def shortage(self, envs: Sequence[EnvQueue]) -> str:
@@ -131,10 +136,11 @@ class QuotaRule:
             return f'env "{env}" has {have} of its quota of {quota} sequences'
         return ""
 
-    def starved(self, envs: Sequence[EnvQueue]) -> list[str]:
-        if sum(env.sequences for env in envs) < self.size:
-            return []
-        return list(self._plan(envs).starved)
+    def needed(self, envs: Sequence[EnvQueue], coming: Mapping[str, int]) -> list[str]:
+        under_way = {env.name: env.sequences + coming.get(env.name, 0) for env in envs}
+        if sum(under_way.values()) < self.size:
+            return [env.name for env in envs if self.quotas.targets[env.name]]
+        return list(self._plan(envs, under_way).starved) if self.wait else []
 
     def choose(self, envs: Sequence[EnvQueue]) -> QuotaSelection | None:
         plan = self._plan(envs)
@@ -202,5 +208,16 @@ class TokenRule:
             env.low = env.required
         return TokenSelection(choose_within(self.budget, envs))
 
-    def starved(self, envs: Sequence[EnvQueue]) -> list[str]:
-        return [env.name for env in envs if env.tokens < env.required]
+    def needed(self, envs: Sequence[EnvQueue], coming: Mapping[str, int]) -> list[str]:
+        return _needed(self.budget, envs, {env.name: env.tokens for env in envs}, coming)
+
+
+def _needed(
+    size: int, envs: Sequence[EnvQueue], queued: Mapping[str, int], coming: Mapping[str, int]
+) -> list[str]:
+    """Envs below their minimum; where there is none, all of them while a batch is not full."""
+    under_way = {env.name: queued[env.name] + coming.get(env.name, 0) for env in envs}
+    short = [env.name for env in envs if under_way[env.name] < env.required]
+    if short:
+        return short
+    return list(under_way) if sum(under_way.values()) < size else []

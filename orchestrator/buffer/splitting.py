@@ -23,13 +23,13 @@ class Cut:
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class Piece:
     size: int
     left: int
 
 
 @dataclass(slots=True)
-class _Part:
+class PartOf:
     least: int
     most: int
     stock: Sequence[Stock]
@@ -47,28 +47,26 @@ def plan_cuts(size: int, envs: Sequence[EnvQueue]) -> list[Cut]:
     lanes.sort(key=lambda lane: (lane.entries[lane.head][0], lane.rank))
     for lane in lanes:
         # A group that may give anything below its size is that many single sequences.
-        if not _completable_with(size, envs, lane, _Piece(1, lane.size - 1)):
+        if not _completable_with(size, envs, lane, Piece(1, lane.size - 1)):
             continue
         for cut in range(lane.size - 1, 0, -1):
-            if _completable_with(size, envs, lane, _Piece(cut, 1)):
+            if _completable_with(size, envs, lane, Piece(cut, 1)):
                 return [Cut(lane, lane.entries[lane.head], cut)]
-    return _cut_overshoots(size, envs)
+    return cut_overshoots(size, envs)
 
 
-def _completable_with(size: int, envs: Sequence[EnvQueue], lane: SizeQueue, piece: _Piece) -> bool:
+def _completable_with(size: int, envs: Sequence[EnvQueue], lane: SizeQueue, piece: Piece) -> bool:
     """Whether an exact batch exists with one group of `lane` replaced by `piece`."""
     parts = []
     for env in envs:
-        stock: list[Stock] = [
-            _Piece(other.size, other.left - (other is lane)) for other in env.lanes.values()
-        ]
+        stock: list[Stock] = [Piece(other.size, other.left - (other is lane)) for other in env.lanes.values()]
         if env is lane.env:
             stock.append(piece)
-        parts.append(_Part(env.low, env.high, stock))
+        parts.append(PartOf(env.low, env.high, stock))
     return completable(size, parts)
 
 
-def _cut_overshoots(size: int, envs: Sequence[EnvQueue]) -> list[Cut]:
+def cut_overshoots(size: int, envs: Sequence[EnvQueue]) -> list[Cut]:
     """Take from the front of the queue all that fits, cutting what fits only in part."""
     lacking = {env.rank: env.low for env in envs}
     room = {env.rank: env.high for env in envs}

@@ -1,5 +1,6 @@
-"""Dispatch: decides what runs next, and accounts for every rollout.
+"""Dispatch: decides what runs next, and accounts for every rollout. Pure; time is an argument.
 
-`core` decides (pure, time as an argument), `ledger` accounts, `staleness` admits, `work` holds what is under
-way, `limits` paces, and `driver` is the thin asyncio shell around them.
+`dispatcher` decides, `admission` says which training envs may open a group, `pace` and `versions` how far ahead of the
+trainer, `limits` how fast, `suspects` what is asked again after a server died; `ledger` accounts, `work` holds what is
+under way, `ports` is what dispatch asks of its neighbours.
 """

@@ -45,8 +45,3 @@ class Ramp:
     def settled(self, target: int) -> bool:
         """Whether the limit has reached its target."""
         return self._ramp_s <= 0 or self._value >= target
-
-    def restart(self, inflight: int, now: float) -> None:
-        """After a pause: begin again from what is in flight."""
-        self._value = float(inflight)
-        self._at = now

@@ -1,6 +1,6 @@
 """What dispatch asks of its neighbours, the rules it follows, and the instructions it gives."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -15,15 +15,21 @@ class EnvPort(Protocol):
     def name(self) -> str: ...
     @property
     def group_scored(self) -> bool: ...
+    @property
+    def available(self) -> bool:
+        """Whether any of its servers is ready."""
+
     def has_room(self, count: int) -> bool:
-        """Whether one of its servers would take a run of `count` rollouts now."""
+        """Whether one of its servers would take a request for `count` rollouts now."""
+
+    def reserve(self, count: int) -> Any:
+        """Take room for `count` rollouts on one of its servers; None when there is none."""
 
 
 class Source(Protocol):
     """Where training tasks come from."""
 
-    def try_next_task(self, eligible: Collection[str] | None = None) -> TrainTask | None: ...
-    def retry(self, task: TrainTask) -> None: ...
+    def try_next_task(self, eligible: Collection[str]) -> TrainTask | None: ...
 
 
 class Placement(Protocol):
@@ -41,47 +47,61 @@ class EvalSource(Protocol):
     def next_eval(self, eligible: Collection[str]) -> EvalTask | None: ...
 
 
-class Mix(Protocol):
-    """What the mix strategy is told."""
+class Queue(Protocol):
+    """What waits for a batch, in the unit of the batch."""
+
+    def queued(self) -> Mapping[str, int]:
+        """What each env has queued."""
+
+    def minimums(self) -> Mapping[str, int]:
+        """What every batch must have of each env."""
+
+    def needed(self, coming: Mapping[str, int]) -> Collection[str]:
+        """Envs of which the next batch needs more than is queued and coming; none while no batch is wanted."""
+
+    def expected(self, env: str) -> int:
+        """What a group of an env will add at most, in all likelihood."""
+
+
+class OnDispatch(Protocol):
+    """Who is told that rollouts of an env entered flight."""
 
     def on_dispatch(self, env: str, n: int, *, now: float) -> None: ...
-    def on_finish(self, env: str, n: int, accepted: int, *, now: float) -> None: ...
-    def on_cancel(self, env: str, n: int, *, now: float) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class TrainRules:
-    """How one training env is dispatched."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvRules:
+    """How one env is dispatched: its servers, its limits, and what a failure means."""
 
     port: EnvPort
-    group_size: int
+    rollout_timeout_s: float
+    group_timeout_s: float
+    max_attempts: int
+    group_size: int = 1
     max_inflight: int | None = None
     rollouts_per_minute: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
     """Limits that all envs share."""
 
-    rollout_timeout_s: float
-    group_timeout_s: float
-    max_attempts: int
     backoff_s: float
     max_backoff_s: float
-    min_valid: int | None = None
-    extra_rollouts: int = 0
-    ramp_s: float = 0.0
+    min_valid: int | None
+    extra_rollouts: int
+    ramp_s: float
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
-    """Send this attempt to its env."""
+class StartAttempt:
+    """Send this attempt to the server where room is reserved for it."""
 
     attempt: Attempt
 
 
 @dataclass(frozen=True, slots=True)
-class Cancel:
+class CancelAttempt:
     """The attempt is of no use any more; its end is booked already."""
 
     attempt: Attempt
@@ -103,4 +123,4 @@ class GroupDropped:
     again: bool
 
 
-Instruction = Start | Cancel | GroupCompleted | GroupDropped
+Instruction = StartAttempt | CancelAttempt | GroupCompleted | GroupDropped

@@ -2,32 +2,16 @@
 
 A group starts `size + extra` lines, each of which ends as a valid rollout or, after its attempts are used up, as a
 failed one. It is complete with `size` valid rollouts, or with `needed` of them once no more can come. A group-scored
-env has one line that yields all rollouts. Pure bookkeeping; `core` acts on what `verdict` says.
+env has one line that yields all rollouts. Pure bookkeeping; the dispatcher acts on what `verdict` says.
 """
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import Any
 
-from envs.rollout import Float32s, Int32s, Uint8s
-from envs.wire import RolloutHeader
+from envs.wire import ResultArrays
 from orchestrator.dispatch.ledger import Lane
 from orchestrator.tasks.task import TrainTask
-
-
-class RunData(Protocol):
-    """What a run that ended well brought back."""
-
-    @property
-    def rollouts(self) -> list[RolloutHeader]: ...
-    @property
-    def tokens(self) -> Int32s: ...
-    @property
-    def mask(self) -> Uint8s: ...
-    @property
-    def logprobs(self) -> Float32s: ...
-    @property
-    def transcript(self) -> bytes: ...
 
 
 class Verdict(StrEnum):
@@ -41,7 +25,7 @@ class Verdict(StrEnum):
 @dataclass(slots=True, eq=False)
 class PendingGroup:
     """A group being assembled. `version` is the policy version at its first dispatch, `version_end` the newest that
-    any of its endpoints had when a result came from it."""
+    any of its endpoints had when a result came from it. `expected` is what it will probably add to the queue."""
 
     task: TrainTask
     lane: Lane
@@ -52,8 +36,9 @@ class PendingGroup:
     opened: float
     version_end: int = 0
     extra: int = 0
+    expected: int = 0
     endpoint: Any = None
-    results: list[RunData] = field(default_factory=list)
+    results: list[ResultArrays] = field(default_factory=list)
     valid: int = 0
     failed: int = 0
     failure: str = ""
@@ -85,12 +70,18 @@ class PendingGroup:
 
 @dataclass(slots=True, eq=False)
 class Attempt:
-    """One attempt at one line of a group; `count` rollouts at once (1, or the whole group when group-scored)."""
+    """One attempt at one line of a group; `count` rollouts at once (1, or the whole group when group-scored).
+
+    `server` is where room was reserved for it, `request` what the driver sent, `suspect` says that a server died
+    under an earlier attempt at the same line.
+    """
 
     group: PendingGroup
     count: int
     number: int = 1
+    suspect: bool = False
     started: float = 0.0
     ended: bool = False
     endpoint: Any = None
+    server: Any = None
     request: Any = None

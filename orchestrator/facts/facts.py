@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from orchestrator.dispatch.ledger import Lane, Ledger
-from orchestrator.dispatch.staleness import Staleness
+from orchestrator.dispatch.versions import Versions
 from orchestrator.groups.group import Batch
 from orchestrator.mix import DeliveredMix
 
@@ -33,12 +33,12 @@ class Facts:
     """Told what happens; asked for the status."""
 
     def __init__(
-        self, targets: Mapping[str, float], *, ledger: Ledger, staleness: Staleness, now: float
+        self, targets: Mapping[str, float], *, ledger: Ledger, versions: Versions, now: float
     ) -> None:
         self.targets = dict(targets)
         self.envs = {name: EnvFacts() for name in targets}
         self.ledger = ledger
-        self.staleness = staleness
+        self._versions = versions
         self.reward: float | None = None
         self.first_reward: float | None = None
         self.stale_sum = 0
@@ -58,12 +58,14 @@ class Facts:
         """Rollouts that will not be trained on."""
         self.envs[env].dropped[reason] += rollouts
 
-    def batch_formed(self, batch: Batch) -> None:
-        """A batch is complete; closes the interval over which rewards are averaged."""
+    def batch_formed(self, batch: Batch) -> float:
+        """A batch is complete; closes the interval over which rewards are averaged. Returns the batch's own reward."""
         sizes: Counter[str] = Counter()
+        rewards = 0.0
         for group in batch.groups:
             sizes[group.env] += group.size
-            age = self.staleness.age(group.version, batch.step)
+            rewards += float(group.rewards.sum())
+            age = self._versions.age(group.version, batch.step)
             self.stale_sum += age * group.size
             self.stale_max = max(self.stale_max, age)
         self.delivered.add(sizes)
@@ -74,6 +76,7 @@ class Facts:
                 facts.reward_sum, facts.reward_count = 0.0, 0
         self.reward = self._mean_reward()
         self.first_reward = self.reward if self.first_reward is None else self.first_reward
+        return rewards / batch.size
 
     def _mean_reward(self) -> float | None:
         """Latest rewards of the envs, weighted by their targets: an env that had nothing new does not drop out."""

@@ -1,5 +1,10 @@
-"""The rules that join dispatch, sinks, versions, weights, evaluations and the end of a run. Pure."""
+"""The rules of a run, pure: events in, instructions out.
 
-from orchestrator.run.run import Run
+`run` has the rules, `build` makes and joins the parts from `settings`, `ports` is what is asked of the shells and told
+to them, `minimums` and `patience` are rules of their own, `waits` says what is waited for.
+"""
 
-__all__ = ["Run"]
+from orchestrator.run.build import build_run
+from orchestrator.run.run import Run, RunState
+
+__all__ = ["Run", "RunState", "build_run"]

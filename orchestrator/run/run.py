@@ -1,288 +1,338 @@
-"""A run under way: what happens when a batch is acknowledged, a version published, an evaluation finished.
+"""A run: the rules that join dispatch, sinks, versions, weights, evaluations and the end.
 
-Holds the parts that `service` has wired and the rules between them; starts nothing by itself. Everything it knows is
-answered by `status()`; everything that a later process needs is in the journal by `save()`.
+Events come in as method calls with the time; `advance` is the one door through which everything that follows is
+decided, from what is at that moment: which minimums hold, which batches are formed, which evaluations start, what is
+dispatched, whether the run is over. Instructions come out of `drain`; the driver performs them, with asyncio in the
+service and in virtual time elsewhere. Invariant: while a batch is wanted, an environment can deliver and every part
+answers, a batch is formed in bounded time, because whatever is waited for has an event or a time (`next_event_at`)
+after which `advance` is called again. `waits` says what is waited for. No asyncio, no clock, no I/O.
 """
 
-import asyncio
-import contextlib
-import json
-from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
+from collections.abc import Mapping
+from enum import StrEnum
 from typing import Any
 
 import structlog
 
-from orchestrator.buffer import BatchBuffer
-from orchestrator.dispatch.dispatcher import Dispatcher
-from orchestrator.dispatch.ledger import Lane, Ledger
-from orchestrator.dispatch.staleness import Staleness
-from orchestrator.dispatch.work import PendingGroup
-from orchestrator.env_servers.env import Env
-from orchestrator.facts import Facts, Status
-from orchestrator.facts.status import build_status
-from orchestrator.groups.group import Group
-from orchestrator.inference import Endpoint, InferencePool, WeightUpdateError
-from orchestrator.journal import Journal
-from orchestrator.mix import Change, CircuitBreaker
-from orchestrator.service.driver import Driver
-from orchestrator.service.health import LoopLag
-from orchestrator.sinks.eval_sink import Evals
-from orchestrator.sinks.train_sink import TrainSink
+from envs.wire import Failure, ResultArrays
+from orchestrator.dispatch.ledger import Lane
+from orchestrator.dispatch.ports import GroupCompleted, GroupDropped
+from orchestrator.dispatch.waits import Wait, WaitKind
+from orchestrator.dispatch.work import Attempt, PendingGroup
+from orchestrator.mix import Change
+from orchestrator.run.minimums import Minimums
+from orchestrator.run.parts import Parts
+from orchestrator.run.patience import Patience
+from orchestrator.run.ports import (
+    EndRun,
+    EvaluationFinished,
+    LoadWeights,
+    RunInstruction,
+)
+from orchestrator.run.settings import RunSettings
 
 log = structlog.get_logger()
 
-UPDATE_RETRY_S = 5.0
-"""Pause before a version that could not be loaded is tried again; a newer one is tried at once."""
+
+class RunState(StrEnum):
+    """Where a run is in its life."""
+
+    STARTING = "starting"
+    RUNNING = "running"
+    DRAINING = "draining"
+    FINISHED = "finished"
 
 
 class Run:
-    """The parts of a run and what connects them."""
+    """Decides; see the module's docstring."""
 
-    def __init__(
-        self,
-        *,
-        run_dir: Path,
-        max_steps: int | None,
-        train: Mapping[str, Env],
-        pool: InferencePool,
-        journal: Journal,
-        buffer: BatchBuffer[Group],
-        staleness: Staleness,
-        ledger: Ledger,
-        mix: CircuitBreaker,
-        facts: Facts,
-        evals: Evals,
-        clock: Callable[[], float],
-    ) -> None:
-        self.run_dir = run_dir
-        self.max_steps = max_steps
-        self.train = train
-        self.pool = pool
-        self.journal = journal
-        self.buffer = buffer
-        self.staleness = staleness
-        self.ledger = ledger
-        self.mix = mix
-        self.facts = facts
-        self.evals = evals
-        self.lag = LoopLag()
-        self.state = "starting"
-        self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        """Why the run ends, once it does."""
+    def __init__(self, settings: RunSettings, parts: Parts) -> None:
+        self.settings = settings
+        self.parts = parts
+        self.state = RunState.STARTING
         self.acknowledged = 0
         """Last step that every rank is done with; it may be trained on, and its version published, before."""
         self.weights_path: str | None = None
-        self.clock = clock
-        self._update_failed = False
-        self._published = asyncio.Event()
-        self._group_ended = asyncio.Event()
-        self._evals_file = run_dir / "evals.jsonl"
-        self.assembly: TrainSink
-        self.core: Dispatcher
-        self.driver: Driver
+        """Where the newest published version lies."""
+        self.loaded_path: str | None = None
+        """Where the version lies that the inference servers have."""
+        self.refused = ""
+        """The last version that no inference server could load, and why; empty when a later one was loaded."""
+        self.ended = ""
+        """Why the run is over; empty while it is not."""
+        self.progressed = 0.0
+        """When a rollout last ended or a batch was last formed."""
+        self.minimums = Minimums(settings, parts)
+        self._patience = Patience(parts.dispatcher, {env.name: env.limits for env in settings.train})
+        self._out: list[RunInstruction] = []
 
-    def attach(self, *, assembly: TrainSink, core: Dispatcher, driver: Driver) -> None:
-        """The parts that need this object's callbacks, wired right after it was made."""
-        self.assembly, self.core, self.driver = assembly, core, driver
+    # --- what happens ------------------------------------------------------------------------------------------------
 
-    # --- what happens ----------------------------------------------------------------------------------------------
+    def start(self, now: float) -> None:
+        """Begin, or go on where an earlier process ended; everything is restored and the servers are there."""
+        self.state = RunState.RUNNING
+        self.progressed = now
+        versions = self.parts.versions
+        if versions.serving != versions.published:
+            self._out.append(LoadWeights(versions.published, self.weights_path))
 
-    def on_ack(self, step: int) -> None:
+    def on_result(self, attempt: Attempt, result: ResultArrays, now: float) -> None:
+        """An attempt brought rollouts back."""
+        self.progressed = now
+        parts = self.parts
+        if not attempt.ended:
+            parts.pool.note_success(attempt.endpoint)
+            group = attempt.group
+            group.version_end = max(group.version_end, attempt.endpoint.version_newest)
+        parts.dispatcher.finish(attempt, result, now)
+        self._absorb(now)
+
+    def on_failure(self, attempt: Attempt, failure: Failure, now: float, *, together: int = 0) -> None:
+        """An attempt failed; `together` above 0: its server died, with that many requests on it."""
+        self.progressed = now
+        parts = self.parts
+        if together:
+            parts.dispatcher.lose(attempt, together, now)
+        else:
+            if not attempt.ended:
+                parts.pool.note_failure(attempt.endpoint, failure.kind)
+            parts.dispatcher.fail(attempt, failure.kind, retryable=failure.retryable, now=now)
+        self._absorb(now)
+
+    def on_endpoint_lost(self, endpoint: Any, now: float) -> None:
+        """What ran on an inference server is gone; it is asked again elsewhere."""
+        self.parts.dispatcher.lose_endpoint(endpoint, now)
+        self._absorb(now)
+
+    def on_ack(self, step: int, now: float) -> None:
         """Every rank is done with a batch."""
         self.acknowledged = max(self.acknowledged, step)
-        self.journal.record_acknowledged(step)
-        self._trained(step)
-        self.end_if_complete()
+        self.parts.journal.record_acknowledged(step)
+        self.on_trained(step, now)
 
-    def end_if_complete(self) -> None:
-        """End once every step is acknowledged, the last version is loaded and its evaluations are done."""
-        if self.max_steps is None or self.acknowledged < self.max_steps:
-            return
-        updating = self.staleness.serving != self.staleness.published and not self._update_failed
-        if not self.evals.active and not updating:
-            self.end("max_steps reached")
+    def on_trained(self, step: int, now: float) -> None:
+        """A step was trained on, though perhaps not acknowledged yet."""
+        versions = self.parts.versions
+        step = min(step, versions.formed)
+        if step > versions.trained:
+            versions.trained = step
+            self.save(now)
 
-    def on_publish(self, version: int, path: str | None) -> None:
+    def on_publish(self, version: int, path: str | None, now: float) -> None:
         """The trainer has a new version; older ones and repetitions are harmless.
 
         A version that is named after a step says that the step was trained on; others are told by `on_trained`.
         """
-        if version <= self.staleness.published:
-            log.info("version.ignored", version=version, newest=self.staleness.published)
+        versions = self.parts.versions
+        if version <= versions.published:
+            log.info("version.ignored", version=version, newest=versions.published)
             return
-        self.staleness.publish(version)
+        versions.publish(version)
         self.weights_path = path
-        if version <= self.staleness.formed:
-            self._trained(version)
-        self.save()
-        self._published.set()
+        if version <= versions.formed:
+            versions.trained = max(versions.trained, version)
+        if self.settings.mode == "drop":
+            self.parts.dispatcher.drop_stale()
+            self._absorb(now)
+        self._out.append(LoadWeights(version, path))
+        self.save(now)
 
-    def on_trained(self, step: int) -> None:
-        """A version comes from training on a step, which may not be acknowledged yet."""
-        self._trained(min(step, self.staleness.formed))
+    def on_loaded(self, version: int, path: str | None, now: float) -> None:
+        """The inference servers have a version."""
+        self.parts.versions.serving = version
+        self.loaded_path = path
+        self.refused = ""
+        self.save(now)
 
-    def on_trainer_done(self) -> None:
-        """The trainer wants no more batches."""
-        self.end("the trainer said it is done")
+    def on_refused(self, version: int, why: str, now: float) -> None:
+        """No inference server could load a version: the last one stays in use, and it was never published."""
+        log.error("version.refused", version=version, why=why)
+        self.refused = f"version {version} could not be loaded: {why}"
+        self.parts.versions.withdraw(version)
+        self.weights_path = self.loaded_path
+        self.save(now)
+
+    def stop(self, why: str, now: float) -> None:
+        """Open nothing new and form nothing more; what is in flight may still end."""
+        if self.state is RunState.RUNNING:
+            self.state = RunState.DRAINING
+        self.end(why)
 
     def end(self, why: str) -> None:
-        """End the run; the first reason counts."""
-        if not self.ended.done():
-            self.ended.set_result(why)
+        """The run is over; the first reason counts."""
+        if not self.ended:
+            self.ended = why
+            self._out.append(EndRun(why))
 
-    def completed(self, group: PendingGroup, now: float) -> None:
-        """A group has its rollouts."""
-        if group.lane is Lane.EVAL:
-            self._eval_completed(group, now)
-        else:
-            self.assembly.completed(group, now)
-        self._after_group()
-
-    def dropped(self, group: PendingGroup, reason: str, *, again: bool, now: float) -> None:
-        """A group ended without a result; an evaluation cut short is started again by a later process."""
-        if group.lane is Lane.TRAIN:
-            self.assembly.dropped(group, reason, again=again, now=now)
-        self._after_group()
-
-    def on_servers_changed(self) -> None:
-        """Env servers became ready, or went away."""
-        self._refresh_minimums()
-        self.assembly.form(self.clock())
-        self.on_change()
-
-    def _refresh_minimums(self) -> None:
-        """The minimum of an env without a server, or in quarantine, is waived."""
-        for name, env in self.train.items():
-            self.buffer.set_available(name, env.available and name not in self.mix.quarantined)
-
-    def on_endpoint_lost(self, endpoint: Endpoint) -> None:
-        """What ran on an inference server is gone; it is asked again elsewhere."""
-        now = self.clock()
-        self.core.lose_endpoint(endpoint, now)
-        self.driver.perform(now)
-        self.on_change()
-
-    def close(self) -> None:
+    def abandon(self, now: float) -> None:
         """Give up what is in flight; its tasks are asked again by a later process."""
-        now = self.clock()
-        self.core.abandon("shutdown", now)
-        self.driver.perform(now)
+        self.state = RunState.FINISHED
+        self.parts.dispatcher.abandon("shutdown")
+        self._absorb(now)
 
-    async def wait_idle(self) -> None:
-        """Wait until no group is open."""
-        while self.core.open_groups:
-            self._group_ended.clear()
-            await self._group_ended.wait()
+    @property
+    def version(self) -> int:
+        """Version that the inference servers sample from."""
+        return self.parts.versions.serving
 
-    def _after_group(self) -> None:
-        for transition in self.mix.drain_transitions():
+    @property
+    def held_until(self) -> float | None:
+        """When the group that holds the next batch back is given up."""
+        return self._patience.ends_at(self.parts.sink.held)
+
+    @property
+    def idle(self) -> bool:
+        """Whether no group is open."""
+        return not self.parts.dispatcher.busy
+
+    # --- what follows ------------------------------------------------------------------------------------------------
+
+    def advance(self, now: float, *, at_most: int = 256) -> bool:
+        """Decide everything that is to be decided now; whether there is more to do at once."""
+        parts = self.parts
+        if self.state is RunState.RUNNING:
+            self._report_quarantines(now)
+            self.minimums.refresh()
+            self._form(now)
+            self._evaluate(now)
+        more = parts.dispatcher.advance(now, at_most=at_most)
+        absorbed = self._absorb(now)
+        if self.state is RunState.RUNNING:
+            if parts.sink.stuck and not parts.pace.reserved and not absorbed:
+                # Nothing in flight could make the batch exact, and nothing more may start.
+                self._form(now, at_once=True)
+            if parts.sink.finished and parts.pace.reserved:
+                # Nothing that is in flight could be trained on any more.
+                parts.dispatcher.abandon("run_complete", lanes=(Lane.TRAIN,))
+                absorbed = self._absorb(now)
+            self._end_if_complete()
+        return more or absorbed
+
+    def next_event_at(self, now: float) -> float | None:
+        """When `advance` has something to do even if nothing happens."""
+        times = [self.parts.dispatcher.next_event_at(now)]
+        if self.state is RunState.RUNNING:
+            times += [self.parts.buffer.split_at, self.held_until]
+        return min((time for time in times if time is not None), default=None)
+
+    def drain(self) -> list[RunInstruction]:
+        """Instructions since the last call, in order."""
+        out, self._out = self._out, []
+        return out
+
+    def closed(self) -> Wait | None:
+        """Why no training group may be opened at all."""
+        if self.state is not RunState.RUNNING:
+            starting = self.state is RunState.STARTING
+            return (
+                Wait(WaitKind.START, "the start") if starting else Wait(WaitKind.DRAIN, "open groups to end")
+            )
+        if self.parts.sink.finished:
+            return Wait(WaitKind.DONE, "the trainer to finish the last batches")
+        if self.parts.journal.full:
+            backlog = self.parts.journal.backlog_bytes
+            return Wait(WaitKind.JOURNAL, f"the disk ({backlog >> 20} MiB are not written yet)")
+        return None
+
+    def _form(self, now: float, *, at_once: bool = False) -> None:
+        parts = self.parts
+        before = parts.versions.formed
+        parts.sink.form(now, at_once=at_once)
+        overdue = self._patience.overdue(parts.sink.held, now)
+        while overdue is not None:
+            log.warning("group.overdue", task=overdue.task.key, seconds=round(now - overdue.opened, 1))
+            parts.dispatcher.drop(overdue, "overdue", again=True)
+            self._absorb(now)
+            parts.sink.form(now, at_once=at_once)
+            overdue = self._patience.overdue(parts.sink.held, now)
+        if parts.versions.formed > before:
+            self.progressed = now
+
+    def _evaluate(self, now: float) -> None:
+        """Start the evaluations that are due."""
+        versions, evaluations = self.parts.versions, self.parts.evaluations
+        last = self.settings.max_steps is not None and versions.trained >= self.settings.max_steps
+        evaluations.reached(versions.trained, versions.published, last=last)
+        for evaluation in evaluations.start(
+            versions.trained, serving=versions.serving, published=versions.published, now=now
+        ):
+            log.info(
+                "eval.started", env=evaluation.plan.env, step=evaluation.step, version=evaluation.version
+            )
+
+    def _absorb(self, now: float) -> bool:
+        """Give ended groups to their sinks; whether there were any."""
+        absorbed = False
+        while instructions := self.parts.dispatcher.drain():
+            for instruction in instructions:
+                match instruction:
+                    case GroupCompleted(group):
+                        absorbed = True
+                        self._completed(group, now)
+                    case GroupDropped(group, reason, again):
+                        absorbed = True
+                        if group.lane is Lane.TRAIN:
+                            self.parts.sink.dropped(group, reason, again=again, now=now)
+                    case _:
+                        self._out.append(instruction)
+        return absorbed
+
+    def _completed(self, group: PendingGroup, now: float) -> None:
+        if group.lane is Lane.TRAIN:
+            self._patience.learn(group.env, now - group.opened)
+            self.parts.sink.completed(group, now)
+        else:
+            result = self.parts.eval_sink.completed(group, now)
+            if result is not None:
+                log.info("eval.finished", **result)
+                self.parts.journal.record_eval(result)
+                self._out.append(EvaluationFinished(result))
+                self.save(now)
+        group.results.clear()
+
+    def _report_quarantines(self, now: float) -> None:
+        for transition in self.parts.mix.drain_transitions():
             event = "env.quarantined" if transition.change is Change.QUARANTINED else "env.restored"
             log.warning(event, env=transition.env, acceptance=round(transition.acceptance, 3))
-            self._refresh_minimums()
-        self._group_ended.set()
-        self.on_change()
 
-    def _eval_completed(self, group: PendingGroup, now: float) -> None:
-        """An evaluation task is done; the result is written when it was the last."""
-        result = self.evals.finished(group, now)
-        if result is None:
+    def _end_if_complete(self) -> None:
+        """End once every step is acknowledged, the last version is loaded and its evaluations are done."""
+        steps, versions = self.settings.max_steps, self.parts.versions
+        if steps is None or self.acknowledged < steps:
             return
-        log.info("eval.finished", **result)
-        self.journal.record_eval(result)
-        with self._evals_file.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(result) + "\n")
-        self.save()
-        self.end_if_complete()
+        if self.parts.evaluations.idle and versions.serving == versions.published:
+            self.end("max_steps reached")
 
-    def trigger_evals(self) -> None:
-        """Start the evaluations that are due after the last trained step."""
-        for run in self.evals.trigger(self.staleness.trained, self.staleness.serving, self.clock()):
-            log.info("eval.started", env=run.plan.env, step=run.step, version=run.version)
-            self.driver.wake()
+    # --- what is remembered ------------------------------------------------------------------------------------------
 
-    def on_change(self) -> None:
-        """Something that dispatch looks at has changed."""
-        self.core.stuck = self.assembly.stuck
-        was_paused = self.core.paused
-        self.core.paused = self.state != "running" or self.buffer.full or self.journal.full
-        if was_paused and not self.core.paused:
-            self.core.resume_smoothly(self.clock())
-        if self.assembly.finished and not self.core.paused:
-            # Nothing that is in flight could be trained on any more.
-            self.core.paused = True
-            self.core.abandon("run_complete", self.clock(), lanes=(Lane.TRAIN,))
-        self.driver.wake()
-
-    async def update_weights(self) -> None:
-        """Bring the inference servers to every published version, newest first, until cancelled."""
-        while True:
-            await self._published.wait()
-            self._published.clear()
-            version, path = self.staleness.published, self.weights_path
-            if self.staleness.mode == "drop":
-                self.core.drop_stale(self.clock())
-                self.driver.perform(self.clock())
-            try:
-                await self.pool.update_weights(version, path)
-            except WeightUpdateError as error:
-                log.error("version.not_loaded", version=version, error=str(error), retry_in_s=UPDATE_RETRY_S)
-                self._update_failed = True
-                self.end_if_complete()
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._published.wait(), UPDATE_RETRY_S)
-                self._published.set()
-                continue
-            self._update_failed = False
-            self.staleness.serving = version
-            self.save()
-            self.trigger_evals()
-            self.on_change()
-            self.end_if_complete()
-
-    def _trained(self, step: int) -> None:
-        if step <= self.staleness.trained:
-            return
-        self.staleness.trained = step
-        self.assembly.form(self.clock())
-        self.save()
-        if self.staleness.serving == self.staleness.published:
-            self.trigger_evals()
-        self.on_change()
-
-    # --- what is known ---------------------------------------------------------------------------------------------
-
-    def save(self) -> None:
+    def save(self, now: float) -> None:
         """Put what a later process needs into the journal; the latest wins."""
-        now = self.clock()
-        record = self.journal.record_state
-        trained = self.staleness.trained
-        record("version", {**self.staleness.state_dict(), "path": self.weights_path, "trained": trained})
-        record("mix", self.mix.state_dict())
-        record("facts", self.facts.state_dict(now))
-        record("ledger", self.ledger.state_dict())
-        record("evals", self.evals.state_dict())
+        parts, record = self.parts, self.parts.journal.record_state
+        version = parts.versions.state_dict()
+        record(
+            "version",
+            {
+                **version,
+                "path": self.weights_path,
+                "loaded_path": self.loaded_path,
+                "trained": parts.versions.trained,
+            },
+        )
+        record("mix", parts.mix.state_dict())
+        record("facts", parts.facts.state_dict(now))
+        record("ledger", parts.ledger.state_dict())
+        record("evals", parts.evaluations.state_dict())
+        record("buffer", parts.buffer.state_dict())
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from an earlier process; the mix says what changed in the configuration meanwhile."""
+        parts = self.parts
         if "mix" in state:
-            for note in self.mix.load_state_dict(state["mix"]):
+            for note in parts.mix.load_state_dict(state["mix"]):
                 log.warning("mix.changed", note=note)
-            self.mix.forget_inflight()
-        if "facts" in state:
-            self.facts.load_state_dict(state["facts"])
-        if "ledger" in state:
-            self.ledger.load_state_dict(state["ledger"])
-        if "evals" in state:
-            self.evals.load_state_dict(state["evals"])
-
-    def restore_evals(self, results: Iterable[Mapping[str, Any]]) -> None:
-        """Results of earlier processes of this run; the file is written anew, so that it says what the journal says."""
-        self.evals.results = [{key: row[key] for key in row if key != "at"} for row in results]
-        lines = [json.dumps(result) + "\n" for result in self.evals.results]
-        if lines or self._evals_file.exists():
-            self._evals_file.write_text("".join(lines), encoding="utf-8")
-
-    def status(self) -> Status:
-        """The run at this moment."""
-        return build_status(self)
+            parts.mix.forget_inflight()
+        for key, part in (("facts", parts.facts), ("ledger", parts.ledger), ("evals", parts.evaluations)):
+            if key in state:
+                part.load_state_dict(state[key])
+        if "buffer" in state:
+            parts.buffer.load_state_dict(state["buffer"])

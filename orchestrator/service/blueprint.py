@@ -3,7 +3,6 @@
 Components take small frozen structures and never see the configuration; these functions make them.
 """
 
-import math
 import os
 import random
 from collections.abc import Callable, Sequence
@@ -14,10 +13,9 @@ from envs.adapters.domains import Domain, Routed, route
 from envs.curve import KeyFileError, ServerKeys, read_client_keys, read_key, read_pair
 from envs.errors import EnvironmentLoadError
 from envs.loader import LOADERS, parse_id
-from orchestrator.buffer import BatchBuffer
 from orchestrator.config import Config
 from orchestrator.config.sections import EnvSection
-from orchestrator.dispatch.ports import Rules, TrainRules
+from orchestrator.dispatch.ports import Rules
 from orchestrator.env_servers.env import (
     EnvSpec,
     EvalEnv,
@@ -29,7 +27,6 @@ from orchestrator.env_servers.env import (
 )
 from orchestrator.env_servers.supervision import RestartPolicy
 from orchestrator.errors import ConfigError
-from orchestrator.groups.group import Group
 from orchestrator.groups.scoring import build_advantage
 from orchestrator.inference import (
     AdaptiveConcurrency,
@@ -40,7 +37,8 @@ from orchestrator.inference import (
 )
 from orchestrator.local.children import LocalChildren
 from orchestrator.mix import EnvShare, build_mix, mix_targets
-from orchestrator.sinks.eval_sink import EvalPlan
+from orchestrator.run.settings import BatchSettings, EvalEnvSettings, Limits, RunSettings, TrainEnvSettings
+from orchestrator.tasks.evaluations import EvalPlan
 
 
 def verify(config: Config) -> None:
@@ -160,18 +158,84 @@ def build_eval_envs(config: Config) -> EvalEnvs:
     return EvalEnvs(made)
 
 
-def build_plans(evals: EvalEnvs) -> list[EvalPlan]:
+def build_settings(config: Config, train: TrainEnvs, evals: EvalEnvs) -> RunSettings:
+    """What the run is told; the environments must be connected."""
+    batch, dispatch = config.batch, config.dispatch
+    targets = build_targets(config, train)
+    return RunSettings(
+        seed=config.seed,
+        max_steps=config.max_steps,
+        batch=BatchSettings(
+            size=batch.size,
+            unit=batch.unit,
+            quotas=batch.quotas,
+            on_starved=batch.on_starved,
+            on_stuck=batch.on_stuck,
+            stuck_after_s=batch.stuck_after_s,
+            max_buffered=batch.max_buffered,
+        ),
+        max_versions=config.staleness.max_versions,
+        mode=config.staleness.mode,
+        train=[
+            TrainEnvSettings(
+                name=name,
+                split=env.spec.split,
+                num_tasks=env.num_tasks,
+                target=targets[name],
+                group_size=env.settings.group_size,
+                limits=_limits(config, section),
+                minimum=section.min_batch_allocation,
+                max_inflight=section.max_inflight,
+                rollouts_per_minute=section.rollouts_per_minute,
+            )
+            for (name, env), section in zip(train.items(), config.train.env, strict=True)
+        ],
+        evals=eval_settings(config, evals),
+        rules=build_rules(config),
+        advantage=build_advantage(dispatch.advantage),
+        keep_equal_rewards=dispatch.keep_equal_rewards,
+        max_barren_batches=dispatch.max_barren_batches,
+        strategy=config.mix.strategy,
+        strategy_options=config.mix.options,
+    )
+
+
+def eval_settings(config: Config, evals: EvalEnvs) -> list[EvalEnvSettings]:
     """What is evaluated; the environments must be connected."""
     return [
-        EvalPlan(
-            env=env.name,
-            split=env.spec.split,
-            num_examples=env.examples,
-            rollouts_per_example=env.settings.rollouts_per_example,
-            interval=env.settings.interval,
+        EvalEnvSettings(
+            plan=EvalPlan(
+                env=env.name,
+                split=env.spec.split,
+                num_examples=env.examples,
+                rollouts_per_example=env.settings.rollouts_per_example,
+                interval=env.settings.interval,
+            ),
+            limits=_limits(config, section),
         )
-        for env in evals.values()
+        for env, section in zip(evals.values(), config.eval.env, strict=True)
     ]
+
+
+def build_rules(config: Config) -> Rules:
+    """The limits that all envs share."""
+    dispatch = config.dispatch
+    return Rules(
+        backoff_s=dispatch.backoff_s,
+        max_backoff_s=dispatch.max_backoff_s,
+        min_valid=dispatch.min_valid,
+        extra_rollouts=dispatch.extra_rollouts,
+        ramp_s=dispatch.ramp_s,
+    )
+
+
+def _limits(config: Config, section: EnvSection) -> Limits:
+    dispatch = config.dispatch
+    return Limits(
+        rollout_timeout_s=dispatch.rollout_timeout_s,
+        group_timeout_s=dispatch.group_timeout_s,
+        max_attempts=dispatch.max_attempts,
+    )
 
 
 def build_targets(config: Config, envs: TrainEnvs) -> dict[str, float]:
@@ -225,37 +289,6 @@ def build_pool(
     )
 
 
-def build_buffer(
-    config: Config,
-    targets: dict[str, float],
-    envs: TrainEnvs,
-    *,
-    split: Callable[[Group, int], tuple[Group, Group]],
-) -> BatchBuffer[Group]:
-    """The queue of finished groups."""
-    batch = config.batch
-    minimums = {
-        name: env.settings.min_batch_allocation
-        for name, env in envs.items()
-        if env.settings.min_batch_allocation
-    }
-    paced = config.staleness.mode == "pace"
-    return BatchBuffer(
-        batch.size,
-        minimums=None if batch.quotas else minimums,
-        envs=list(targets),
-        unit=batch.unit,
-        quotas=targets if batch.quotas else None,
-        on_starved=batch.on_starved,
-        on_stuck=batch.on_stuck,
-        stuck_after_s=batch.stuck_after_s,
-        split=split if batch.on_stuck == "split" else None,
-        max_sequences=int(batch.max_buffered * batch.size) if batch.unit == "sequences" else None,
-        # Paced work is trained in the order of its age, so that none of it is left behind.
-        order="version" if paced else "arrival",
-    )
-
-
 def trainer_address(config: Config) -> str:
     """Where the trainer finds its batches."""
     if config.trainer.transport == "zmq":
@@ -276,42 +309,6 @@ def trainer_keys(config: Config) -> ServerKeys | None:
         )
     except KeyFileError as error:
         raise ConfigError(f"trainer: {error}") from None
-
-
-def batch_slack(config: Config) -> int:
-    """What the oldest groups may leave of a batch: nothing where all groups have one size, else less than the largest."""
-    sizes = [section.group_size or config.train.group_size for section in config.train.env]
-    if config.batch.unit == "tokens" or (len(set(sizes)) == 1 and config.dispatch.min_valid is None):
-        return 0
-    return min(max(sizes) - math.gcd(*sizes, config.batch.size), config.batch.size // 2)
-
-
-def build_rules(config: Config) -> Rules:
-    """The limits that all envs share."""
-    dispatch = config.dispatch
-    return Rules(
-        rollout_timeout_s=dispatch.rollout_timeout_s,
-        group_timeout_s=dispatch.group_timeout_s,
-        max_attempts=dispatch.max_attempts,
-        backoff_s=dispatch.backoff_s,
-        max_backoff_s=dispatch.max_backoff_s,
-        min_valid=dispatch.min_valid,
-        extra_rollouts=dispatch.extra_rollouts,
-        ramp_s=dispatch.ramp_s,
-    )
-
-
-def build_train_rules(envs: TrainEnvs) -> dict[str, TrainRules]:
-    """The limits of each training env."""
-    return {
-        name: TrainRules(
-            port=env,
-            group_size=env.settings.group_size,
-            max_inflight=env.settings.max_inflight,
-            rollouts_per_minute=env.settings.rollouts_per_minute,
-        )
-        for name, env in envs.items()
-    }
 
 
 def describe_start(config: Config) -> list[str]:

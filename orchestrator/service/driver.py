@@ -1,20 +1,22 @@
-"""The asyncio shell of dispatch: performs the core's instructions and tells it what happened.
+"""The asyncio driver of a run: performs its instructions and tells it what happened.
 
-One loop starts work; completions arrive as callbacks from the env links and cost O(1). There is no task, future or
-timer per rollout: one timer wakes the loop for whatever is due next.
+One loop calls `Run.advance` whenever something changed or is due; completions arrive as callbacks from the env links and
+cost O(1). There is no task, future or timer per rollout: one timer wakes the loop for whatever is due next.
 """
 
 import asyncio
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any, Generic, TypeVar
 
 import structlog
 
-from orchestrator.dispatch.dispatcher import Dispatcher
+from envs import wire
 from orchestrator.dispatch.ledger import Lane
-from orchestrator.dispatch.ports import Cancel, GroupCompleted, GroupDropped, Start
-from orchestrator.dispatch.work import Attempt, PendingGroup
-from orchestrator.env_servers.env import Env, RolloutRequest, RunFailure, RunOutcome
+from orchestrator.dispatch.ports import CancelAttempt, StartAttempt
+from orchestrator.dispatch.work import Attempt
+from orchestrator.env_servers.env import Env
+from orchestrator.env_servers.requests import Answer, RolloutRequest
+from orchestrator.run.ports import Driven, EndRun, EvaluationFinished, LoadWeights
 
 log = structlog.get_logger()
 
@@ -24,68 +26,60 @@ TURN = 256
 REPEATS = 100
 """A failure of a kind seen before is logged once per this many."""
 
-
-class Sink(Protocol):
-    """Who receives ended groups."""
-
-    def completed(self, pending: PendingGroup, now: float) -> None: ...
-    def dropped(self, pending: PendingGroup, reason: str, *, again: bool, now: float) -> None: ...
+KINDS = 1000
+"""Kinds of failures that are told apart; a peer must not be able to fill our memory with names."""
 
 
-class EndpointReports(Protocol):
-    """Who wants to know how rollouts on an endpoint go."""
-
-    def note_success(self, endpoint: Any) -> None: ...
-    def note_failure(self, endpoint: Any, kind: str) -> None: ...
+Run_ = TypeVar("Run_", bound=Driven)
 
 
-class Driver:
-    """Runs the core against real envs."""
+class Driver(Generic[Run_]):
+    """Drives a run, or evaluations alone, against real environments and inference servers."""
 
     def __init__(
         self,
-        core: Dispatcher,
+        run: Run_,
         *,
         train: Mapping[str, Env],
         evals: Mapping[str, Env],
-        sink: Sink,
-        rollout_timeout_s: float,
-        pool: EndpointReports,
+        on_weights: Callable[[int, str | None], None],
+        on_evaluation: Callable[[Mapping[str, Any]], None],
         clock: Callable[[], float],
     ) -> None:
-        self.core = core
+        self.run = run
+        self.clock = clock
         self._envs: dict[tuple[Lane, str], Env] = {
             **{(Lane.TRAIN, name): env for name, env in train.items()},
             **{(Lane.EVAL, name): env for name, env in evals.items()},
         }
-        self._sink = sink
-        self._timeout_s = rollout_timeout_s
-        self._pool = pool
-        self._clock = clock
+        self._on_weights = on_weights
+        self._on_evaluation = on_evaluation
         self._wake = asyncio.Event()
+        self._turned = asyncio.Event()
         self._failures: dict[tuple[str, str], int] = {}
-        self._error: BaseException | None = None
-        self.progressed = clock()
-        """When a rollout last ended."""
+        self._error: Exception | None = None
+        self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        """Why the run is over, once it is."""
 
     def wake(self) -> None:
-        """Something changed that may let work start."""
+        """Something changed that the run should look at."""
         self._wake.set()
 
-    async def run(self) -> None:
-        """Start work whenever there is room, until cancelled or until the sink raises."""
+    async def drive(self) -> None:
+        """Advance the run whenever there is a reason to, until cancelled or until it raises."""
         loop = asyncio.get_running_loop()
         while True:
             self._wake.clear()
-            now = self._clock()
-            more = self.core.advance(now, at_most=TURN)
-            self.perform(now)
+            now = self.clock()
+            more = self.run.advance(now, at_most=TURN)
+            self.perform()
             if self._error is not None:
                 raise self._error
+            self._turned.set()
             if more:
                 await asyncio.sleep(0)
                 continue
-            due = self.core.next_event_at(now)
+            due = self.run.next_event_at(now)
             timer = None if due is None else loop.call_later(max(0.0, due - now), self._wake.set)
             try:
                 await self._wake.wait()
@@ -93,21 +87,39 @@ class Driver:
                 if timer is not None:
                     timer.cancel()
 
-    def perform(self, now: float) -> None:
-        """Carry out what the core has decided; what that decides in turn is carried out too."""
-        while instructions := self.core.drain():
-            for instruction in instructions:
-                match instruction:
-                    case Start(attempt):
-                        self._start(attempt)
-                    case Cancel(attempt):
+    async def wait_idle(self) -> None:
+        """Wait until no group is open."""
+        while not self.run.idle:
+            self._turned.clear()
+            await self._turned.wait()
+
+    def tell(self, event: Callable[..., None], *arguments: object) -> None:
+        """Something happened to the run: tell it, with the time, and have it look."""
+        event(*arguments, self.clock())
+        self.wake()
+
+    def close(self) -> None:
+        """Give up what is in flight."""
+        self.run.abandon(self.clock())
+        self.perform()
+
+    def perform(self) -> None:
+        """Carry out what the run has decided."""
+        for instruction in self.run.drain():
+            match instruction:
+                case StartAttempt(attempt):
+                    self._start(attempt)
+                case CancelAttempt(attempt):
+                    if attempt.request is not None:
                         self._envs[attempt.group.lane, attempt.group.env].cancel(attempt.request)
                         attempt.request = None
-                    case GroupCompleted(group):
-                        self._sink.completed(group, now)
-                        group.results.clear()
-                    case GroupDropped(group, reason, again):
-                        self._sink.dropped(group, reason, again=again, now=now)
+                case LoadWeights(version, path):
+                    self._on_weights(version, path)
+                case EvaluationFinished(result):
+                    self._on_evaluation(result)
+                case EndRun(why):
+                    if not self.ended.done():
+                        self.ended.set_result(why)
 
     def _start(self, attempt: Attempt) -> None:
         group = attempt.group
@@ -117,43 +129,36 @@ class Driver:
             count=attempt.count,
             base_url=attempt.endpoint.url,
             session=group.task.key,
-            cache_salt=str(self.core.staleness.serving),
-            timeout_s=self._timeout_s,
+            cache_salt=str(self.run.version),
             context=attempt,
         )
         attempt.request = request
-        self._envs[group.lane, group.env].submit(request, self._on_done)
+        self._envs[group.lane, group.env].submit(request, self._on_answer, server=attempt.server)
 
-    def _on_done(self, request: RolloutRequest, outcome: RunOutcome) -> None:
-        """A run ended; called by the link, once per request."""
+    def _on_answer(self, request: RolloutRequest, answer: Answer) -> None:
+        """A request ended; called by the link, once per request."""
         attempt: Attempt = request.context
-        now = self._clock()
-        self.progressed = now
-        if isinstance(outcome, RunFailure):
-            if not attempt.ended:
-                self._log_failure(attempt, outcome)
-                if not outcome.lost:
-                    self._pool.note_failure(attempt.endpoint, outcome.kind)
-            self.core.fail(attempt, outcome.kind, retryable=outcome.retryable, lost=outcome.lost, now=now)
-        else:
-            self._pool.note_success(attempt.endpoint)
-            group = attempt.group
-            group.version_end = max(group.version_end, attempt.endpoint.version_newest)
-            self.core.finish(attempt, outcome, now)
-        attempt.request = None
+        now = self.clock()
         try:
-            self.perform(now)
-        except (
-            Exception
-        ) as error:  # raised inside a link's receiver, which must go on: `run` raises it instead
-            self._error = error
+            if isinstance(answer, wire.Failure):
+                if not attempt.ended:
+                    self._log_failure(attempt, answer)
+                self.run.on_failure(attempt, answer, now, together=answer.together)
+            else:
+                self.run.on_result(attempt, answer, now)
+            attempt.request = None
+            self.perform()
+        # Raised inside a link's receiver, which must go on: `drive` raises it instead.
+        except Exception as error:
+            self._error = self._error or error
         self._wake.set()
 
-    def _log_failure(self, attempt: Attempt, failure: RunFailure) -> None:
+    def _log_failure(self, attempt: Attempt, failure: wire.Failure) -> None:
         """The first of a kind in full, then one line per hundred."""
         env = attempt.group.env
-        seen = self._failures.get((env, failure.kind), 0) + 1
-        self._failures[env, failure.kind] = seen
+        key = (env, failure.kind if len(self._failures) < KINDS else "other")
+        seen = self._failures.get(key, 0) + 1
+        self._failures[key] = seen
         if seen == 1:
             log.warning(
                 "rollout.failed",

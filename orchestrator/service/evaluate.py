@@ -6,7 +6,7 @@ The same environments, dispatch core and scoring as in a run, without training, 
 import asyncio
 import json
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Coroutine, Sequence
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -16,50 +16,12 @@ from rich.table import Table
 
 from envs.logs import configure_logging
 from orchestrator.config import Config
-from orchestrator.dispatch.dispatcher import Dispatcher
-from orchestrator.dispatch.ledger import Ledger
-from orchestrator.dispatch.staleness import Staleness
-from orchestrator.dispatch.work import PendingGroup
 from orchestrator.env_servers.env import side_by_side
 from orchestrator.errors import ConfigError
 from orchestrator.local.children import LocalChildren
+from orchestrator.run.build import build_evaluation
 from orchestrator.service import blueprint
 from orchestrator.service.driver import Driver
-from orchestrator.sinks.eval_sink import Evals
-from orchestrator.tasks.task import TrainTask
-
-
-class _NoTraining:
-    """The training side of dispatch, when there is none."""
-
-    def try_next_task(self, eligible: Collection[str] | None = None) -> TrainTask | None:
-        return None
-
-    def retry(self, task: TrainTask) -> None: ...
-    def on_dispatch(self, env: str, n: int, *, now: float) -> None: ...
-    def on_finish(self, env: str, n: int, accepted: int, *, now: float) -> None: ...
-    def on_cancel(self, env: str, n: int, *, now: float) -> None: ...
-
-
-class _Results:
-    """Gathers finished evaluations and advances the bar."""
-
-    def __init__(self, evals: Evals, progress: Progress) -> None:
-        self._evals = evals
-        self._progress = progress
-        self._bars = {
-            run.plan.env: progress.add_task(run.plan.env, total=run.plan.num_examples) for run in evals.active
-        }
-        self.done = asyncio.Event()
-
-    def completed(self, pending: PendingGroup, now: float) -> None:
-        self._evals.finished(pending, now)
-        self._progress.advance(self._bars[pending.env])
-        if not self._evals.active:
-            self.done.set()
-
-    def dropped(self, pending: PendingGroup, reason: str, *, again: bool, now: float) -> None:
-        self.completed(pending, now)
 
 
 async def evaluate(config: Config, *, as_json: bool) -> int:
@@ -87,59 +49,52 @@ async def _evaluate(config: Config) -> list[dict[str, Any]]:
         stack.push_async_callback(envs.shutdown)
         await envs.spawn()
         await side_by_side([envs.connect(), pool.wait_ready(config.inference.ready_timeout_s)])
-        evals = Evals(blueprint.build_plans(envs))
-        evals.trigger(0, 0, time.monotonic())
-        nothing = _NoTraining()
-        core = Dispatcher(
-            train={},
-            evals=envs,
-            rules=blueprint.build_rules(config),
-            source=nothing,
-            eval_source=evals,
-            mix=nothing,
-            placement=pool,
-            staleness=Staleness(batch_size=1, max_versions=0, mode="drop"),
-            ledger=Ledger(),
-            queued=lambda: 0,
-            starved=lambda: (),
-            expected_size=lambda env: 1,
+        run = build_evaluation(
+            blueprint.eval_settings(config, envs),
+            blueprint.build_rules(config),
+            ports=envs,
+            pool=pool,
             now=time.monotonic(),
         )
-        progress = stack.enter_context(_progress())
-        sink = _Results(evals, progress)
         driver = Driver(
-            core,
+            run,
             train={},
             evals=envs,
-            sink=sink,
-            rollout_timeout_s=config.dispatch.rollout_timeout_s,
-            pool=pool,
+            on_weights=lambda version, path: None,
+            on_evaluation=lambda result: None,
             clock=time.monotonic,
         )
         pool.on_change = driver.wake
+        pool.on_lost = lambda endpoint: driver.tell(run.on_endpoint_lost, endpoint)
         for env in envs.values():
             env.on_free = driver.wake
-        parts = [
-            asyncio.create_task(part)
-            for part in (driver.run(), pool.run(), envs.run(), children.watch_server())
-        ]
-        await _until(sink.done, parts)
-        return evals.results
+        progress = stack.enter_context(_progress())
+        bars = {name: progress.add_task(name, total=env.examples) for name, env in envs.items()}
+        run.on_task = lambda name: progress.advance(bars[name])
+        stack.callback(driver.close)
+        await _until(driver.ended, [driver.drive(), pool.run(), envs.run(), children.watch_server()])
+        return run.sink.results
 
 
-async def _until(done: asyncio.Event, parts: Sequence["asyncio.Task[None]"]) -> None:
-    """Wait for the event while the parts run; a part that fails raises."""
-    finished = asyncio.create_task(done.wait())
-    waiting: set[asyncio.Task[Any]] = {finished, *parts}
+async def _until(ended: "asyncio.Future[str]", parts: Sequence[Coroutine[Any, Any, object]]) -> None:
+    """Run the parts until the end; the first that fails raises."""
+
+    async def end() -> None:
+        await ended
+        raise _Ended
+
     try:
-        while not finished.done():
-            ended, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            for part in ended:
-                part.result()
-    finally:
-        for part in (finished, *parts):
-            part.cancel()
-        await asyncio.wait([finished, *parts])
+        async with asyncio.TaskGroup() as group:
+            for part in (end(), *parts):
+                group.create_task(part)
+    except BaseExceptionGroup as errors:
+        _, failed = errors.split(_Ended)
+        if failed is not None:
+            raise failed.exceptions[0] from None
+
+
+class _Ended(Exception):  # noqa: N818  not an error: it ends the group of parts
+    """Every evaluation has its result."""
 
 
 def _progress() -> Progress:

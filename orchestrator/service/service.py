@@ -1,9 +1,9 @@
-"""The one place that wires everything: start, serve, finish, in that order.
+"""The life of a run: start, serve, finish, in that order.
 
-Start: journal (which locks the run directory), environments and inference servers side by side, then the parts that
-depend on what those declared, then the trainer link and HTTP. Serve: until the steps are done, the trainer says so, a
-stop is asked for, or a part fails. Finish: start nothing new, let what runs end for a bounded time, record, tell the
-trainer; then everything is stopped in the reverse order of its start.
+Start: journal (which locks the run directory), environments and inference servers side by side, then the run, which
+depends on what those declared, then the trainer link. HTTP answers from the very start. Serve: until the steps are done,
+the trainer says so, a stop is asked for, or a part fails. Finish: start nothing new, let what runs end for a bounded
+time, record, tell the trainer; then everything is stopped in the reverse order of its start.
 """
 
 import asyncio
@@ -13,7 +13,6 @@ import time
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,21 +21,24 @@ import structlog
 from orchestrator.config import Config
 from orchestrator.env_servers.env import EvalEnvs, TrainEnvs, side_by_side
 from orchestrator.errors import JournalError, OrchestratorError
-from orchestrator.facts.status import build_summary, diagnose
+from orchestrator.facts import Status
 from orchestrator.inference import InferencePool
-from orchestrator.journal import Journal
+from orchestrator.journal import Journal, JournalReader
 from orchestrator.local.children import LocalChildren
-from orchestrator.run.run import Run
+from orchestrator.run.build import build_run
+from orchestrator.run.resume import Weights, resume
+from orchestrator.run.run import Run, RunState
+from orchestrator.run.status import build_status, build_summary, diagnose
 from orchestrator.service import blueprint
-from orchestrator.service.health import Watchdog
+from orchestrator.service.driver import Driver
+from orchestrator.service.health import LoopLag, Watchdog
+from orchestrator.service.weights import VersionChecks, WeightLoader
 from orchestrator.service.wiring import (
+    Evaluations,
+    Offers,
     build_batch_server,
-    build_run,
-    connect,
-    offer,
-    offer_recovered,
+    join_shells,
     open_journal,
-    restore,
 )
 from orchestrator.trainer_link.server import BatchServer
 from orchestrator.trainer_link.versions import VersionWatcher
@@ -57,37 +59,46 @@ class Service:
     """A started service. `stop` set: drain, save, end."""
 
     config: Config
-    run: Run
+    driver: Driver[Run]
     journal: Journal
     children: LocalChildren
     train: TrainEnvs
     evals: EvalEnvs
     pool: InferencePool
     server: BatchServer
+    checks: VersionChecks
+    loader: WeightLoader
     http_address: str | None
     journal_failed: asyncio.Future[JournalError]
+    lag: LoopLag
     stop: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def run(self) -> Run:
+        """The rules that this service drives."""
+        return self.driver.run
+
+    def status(self) -> Status:
+        """The run at this moment."""
+        return _status(self.driver, self.lag)
 
     async def serve(self, *beside: Coroutine[Any, Any, None]) -> str:
         """Run every part until the end; returns why it came. `beside` runs as long."""
-        run, config = self.run, self.config
-        run.state = "running"
-        run.on_change()
-        run.assembly.form(time.monotonic())
-        run.trigger_evals()
-        run.end_if_complete()
+        run, config, clock = self.run, self.config, self.driver.clock
+        run.start(clock())
         watchdog = Watchdog(
             timeout_s=config.dispatch.stall_timeout_s,
             exit_on_stall=config.dispatch.exit_on_stall,
-            progressed_at=lambda: run.driver.progressed,
-            all_failing_s=lambda: run.mix.all_quarantined_for(time.monotonic()),
-            diagnose=lambda: diagnose(run),
-            clock=time.monotonic,
+            progressed_at=lambda: run.progressed,
+            all_failing_s=lambda: run.parts.mix.all_quarantined_for(clock()),
+            diagnose=lambda: diagnose(run, clock()),
+            clock=clock,
         )
         parts: list[Coroutine[Any, Any, object]] = [
-            run.driver.run(),
-            run.update_weights(),
-            run.lag.run(),
+            self.driver.drive(),
+            self.loader.run(self.driver),
+            self.checks.run(),
+            self.lag.run(),
             watchdog.run(),
             self.pool.run(),
             self.train.run(),
@@ -107,14 +118,13 @@ class Service:
         """The parts run in one group; the run's end, a stop or the first failure cancels them all."""
 
         async def end() -> None:
-            stopped: asyncio.Future[Any] = asyncio.create_task(self.stop.wait())
+            ended = self.driver.ended
+            stopped: asyncio.Future[Any] = asyncio.ensure_future(self.stop.wait())
             try:
-                waits: list[asyncio.Future[Any]] = [self.run.ended, stopped]
-                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait([ended, stopped], return_when=asyncio.FIRST_COMPLETED)
             finally:
                 stopped.cancel()
-            if not self.run.ended.done():
-                self.run.end("stopped by a signal")
+            if not ended.done():
                 await self._drain()
             raise _EndOfRun
 
@@ -124,28 +134,37 @@ class Service:
                 for part in parts:
                     group.create_task(part)
         except BaseExceptionGroup as errors:
-            if errors.subgroup(_EndOfRun) is None:
+            ended, failed = errors.split(_EndOfRun)
+            if ended is None:
                 known = errors.subgroup(OrchestratorError)
                 raise (known or errors).exceptions[0] from None
-        return self.run.ended.result()
+            for error in failed.exceptions if failed is not None else ():
+                log.error("part.failed", error=f"{type(error).__name__}: {error}", note="as the run ended")
+        return await self.driver.ended
 
     async def _drain(self) -> None:
-        """Open nothing new and let open groups end, for a bounded time."""
-        self.run.state = "draining"
-        self.run.on_change()
-        log.info("run.draining", open_groups=self.run.core.open_groups, at_most_s=DRAIN_S)
+        """Open nothing new, form nothing more, and let open groups end, for a bounded time."""
+        self.driver.tell(self.run.stop, "stopped by a signal")
+        log.info("run.draining", inflight=self.run.parts.ledger.total_inflight, at_most_s=DRAIN_S)
         try:
             async with asyncio.timeout(DRAIN_S):
-                await self.run.wait_idle()
+                await self.driver.wait_idle()
         except TimeoutError:
-            log.info("run.drain_ended", open_groups=self.run.core.open_groups)
+            log.info("run.drain_ended", inflight=self.run.parts.ledger.total_inflight)
 
     async def finish(self, end: str) -> dict[str, Any]:
         """Record everything, tell the trainer, write the summary."""
-        run = self.run
-        run.state = "finished"
-        run.save()
-        summary = build_summary(run, end)
+        run, now = self.run, self.driver.clock()
+        run.state = RunState.FINISHED
+        run.save(now)
+        missed = [*run.parts.evaluations.due, *(e.plan.env for e in run.parts.evaluations.active)]
+        if missed:
+            log.warning("eval.skipped", envs=missed, why=f"the run ended: {end}")
+        summary = {
+            **build_summary(run, end, now),
+            "run_dir": str(self.config.run_dir),
+            "finished_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        }
         await self.journal.flush()
         if not self.stop.is_set():
             self.server.finish(end)
@@ -159,7 +178,7 @@ class Service:
         """Versions that the trainer leaves in a directory instead of publishing them over the link."""
         directory = self.config.trainer.versions_dir
         if directory is not None:
-            newest = self.run.staleness.published
+            newest = self.run.parts.versions.published
             await VersionWatcher(directory, on_version=self.server.publish, version=newest).run()
 
     async def _watch_journal(self) -> None:
@@ -177,14 +196,19 @@ async def start_service(config: Config, *, fresh: bool = False) -> AsyncIterator
     async with AsyncExitStack() as stack:
         failed: asyncio.Future[JournalError] = asyncio.get_running_loop().create_future()
         journal = await stack.enter_async_context(open_journal(config, fresh, failed))
-        front: list[Run] = []
+        lag = LoopLag()
+        front = _Front(lag)
         http_address = await _serve_http(config, stack, front)
         recovered = journal.recover(world_size=config.trainer.world_size)
-        weights = recovered.state.get("version", {"published": [0], "path": None, "trained": 0})
+        weights = Weights(recovered.state)
         children = await stack.enter_async_context(LocalChildren(config.run_dir))
-        urls = blueprint.inference_urls(config, children)
         pool = await stack.enter_async_context(
-            blueprint.build_pool(config, urls, version=weights["published"][-1], weights_path=weights["path"])
+            blueprint.build_pool(
+                config,
+                blueprint.inference_urls(config, children),
+                version=weights.loaded,
+                weights_path=weights.loaded_path,
+            )
         )
         train, evals = blueprint.build_train_envs(config), blueprint.build_eval_envs(config)
         stack.push_async_callback(lambda: side_by_side([train.shutdown(), evals.shutdown()]))
@@ -193,27 +217,45 @@ async def start_service(config: Config, *, fresh: bool = False) -> AsyncIterator
         await _wait_ready(
             children, [train.connect(), evals.connect(), pool.wait_ready(config.inference.ready_timeout_s)]
         )
-        run, source = build_run(config, journal=journal, train=train, evals=evals, pool=pool)
-        server = build_batch_server(config, run, recovered, version=weights["published"][-1])
-        connect(
-            config,
-            run,
-            source=source,
+        offers = Offers(config.max_steps)
+        run = build_run(
+            blueprint.build_settings(config, train, evals),
             train=train,
             evals=evals,
-            offer=partial(offer, server, config.max_steps),
+            pool=pool,
+            journal=journal,
+            offer=offers,
+            now=time.monotonic(),
         )
-        restore(run, source=source, recovered=recovered, weights=weights)
-        offer_recovered(server, recovered, config.max_steps)
+        with JournalReader(config.run_dir) as reader:
+            resume(run, recovered, weights, reader.evals())
+        results = Evaluations(config.run_dir)
+        results.rewrite(run.parts.eval_sink.results)
+        checks, loader = VersionChecks(pool), WeightLoader(pool)
+        driver = Driver(
+            run,
+            train=train,
+            evals=evals,
+            on_weights=loader.load,
+            on_evaluation=results.append,
+            clock=time.monotonic,
+        )
+        join_shells(driver, pool=pool, journal=journal)
+        for env in (*train.values(), *evals.values()):
+            env.on_free = driver.wake
+        server = build_batch_server(
+            config, driver, journal, recovered, version=weights.published, check_version=checks.ask
+        )
+        offers.server = server
+        offers.recovered(recovered)
         await stack.enter_async_context(server)
-        stack.callback(run.close)
-        front.append(run)
-        stack.callback(front.clear)
+        stack.callback(driver.close)
+        front.driver = driver
+        stack.callback(front.leave)
         if config.local is not None and config.local.trainer:
-            local = config.local
             children.start_trainer(
                 address=server.address,
-                learning_rate=local.learning_rate,
+                learning_rate=config.local.learning_rate,
                 world_size=config.trainer.world_size,
             )
         _write_json(
@@ -222,15 +264,18 @@ async def start_service(config: Config, *, fresh: bool = False) -> AsyncIterator
         )
         yield Service(
             config=config,
-            run=run,
+            driver=driver,
             journal=journal,
             children=children,
             train=train,
             evals=evals,
             pool=pool,
             server=server,
+            checks=checks,
+            loader=loader,
             http_address=http_address,
             journal_failed=failed,
+            lag=lag,
         )
 
 
@@ -251,16 +296,36 @@ async def _wait_ready(children: LocalChildren, waits: Sequence[Coroutine[Any, An
         await asyncio.wait([watch, ready])
 
 
-async def _serve_http(config: Config, stack: AsyncExitStack, front: list[Run]) -> str | None:
-    """Serve from the very start, so that a port in use is found at once; `front` has the run once there is one."""
+class _Front:
+    """What HTTP shows: the run, once there is one."""
+
+    def __init__(self, lag: LoopLag) -> None:
+        self.driver: Driver[Run] | None = None
+        self._lag = lag
+
+    def leave(self) -> None:
+        self.driver = None
+
+    def status(self) -> Status | None:
+        return None if self.driver is None else _status(self.driver, self._lag)
+
+    def metrics(self) -> bytes:
+        driver = self.driver
+        if driver is None:
+            return b""
+        return render_metrics(lambda: _status(driver, self._lag), driver.run.parts.ledger)
+
+
+def _status(driver: Driver[Run], lag: LoopLag) -> Status:
+    return build_status(driver.run, driver.clock(), loop_lag_p99_s=lag.percentile(0.99))
+
+
+async def _serve_http(config: Config, stack: AsyncExitStack, front: _Front) -> str | None:
+    """Serve from the very start, so that a port in use is found at once."""
     if not config.http.enabled:
         return None
     token = blueprint.read_variable("http.token_env", config.http.token_env)
-    app = build_app(
-        status=lambda: front[0].status() if front else None,
-        metrics=lambda: render_metrics(front[0].status, front[0].ledger) if front else b"",
-        token=token,
-    )
+    app = build_app(status=front.status, metrics=front.metrics, token=token)
     return await stack.enter_async_context(serve_http(app, host=config.http.host, port=config.http.port))
 
 

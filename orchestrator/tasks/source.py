@@ -8,19 +8,15 @@ positions above it: after a restart the gaps are asked again first, then the str
 is the mix strategy's decision.
 """
 
-import hashlib
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from orchestrator.errors import ConfigError
 from orchestrator.mix.breaker import CircuitBreaker
-from orchestrator.mix.strategy import EnvMixStrategy
+from orchestrator.tasks.permutation import Permutation, digest
 from orchestrator.tasks.task import TrainTask
 
-_ROUNDS = 8
-_MASK64 = (1 << 64) - 1
 # Where the stream of an env without an end starts, so that two seeds do not see the same tasks.
 _LARGEST_OFFSET = 2**31
 
@@ -37,7 +33,7 @@ class SourceEnv:
 class TrainSource:
     """Hands out tasks: the env from the mix, the example from the env's stream, tasks to be retried first."""
 
-    def __init__(self, envs: Sequence[SourceEnv], *, mix: EnvMixStrategy, seed: int) -> None:
+    def __init__(self, envs: Sequence[SourceEnv], *, mix: CircuitBreaker, seed: int) -> None:
         if len({env.name for env in envs}) < len(envs):
             raise ConfigError("two train envs have the same name; names are unique")
         missing = {env.name for env in envs} ^ set(mix.env_names)
@@ -48,16 +44,13 @@ class TrainSource:
         self.mix = mix
         self._seed = seed
         self._streams = {env.name: _Stream(env, seed) for env in envs}
-        self._removed: dict[str, Any] = {}
 
     def next_task(self, eligible: Collection[str] | None = None) -> TrainTask:
         """The next task of an env that the mix picks among `eligible`; ValueError if it can pick none."""
         return self._streams[self.mix.pick(eligible)].next()
 
     def try_next_task(self, eligible: Collection[str] | None = None) -> TrainTask | None:
-        """Like `next_task`, but None while only quarantined envs are eligible and all their probes are out."""
-        if not isinstance(self.mix, CircuitBreaker):
-            return self.next_task(eligible)
+        """Like `next_task`, but None while no env may be picked: none of the mix is eligible, or all probes are out."""
         env = self.mix.try_pick(eligible)
         return None if env is None else self._streams[env].next()
 
@@ -77,41 +70,15 @@ class TrainSource:
         """Number of tasks of the env that wait to be asked again."""
         return self._streams[env].waiting
 
-    def load_resolved(self, env: str, low: int, resolved: Iterable[int]) -> int:
+    def load_resolved(self, env: str, low: int, resolved: Iterable[int], held: Collection[int] = ()) -> int:
         """Continue an env's stream: every position below `low` and those given are resolved.
 
-        Returns how many tasks are asked again because later ones were resolved before them.
+        Positions in `held` have a finished group that waits for its batch: they are handed out, and not resolved.
+        Returns how many tasks are asked again because later ones were handed out before them.
         """
         stream = self._streams[env]
-        stream.load(low, resolved)
+        stream.load(low, resolved, held)
         return stream.waiting
-
-    def state_dict(self) -> dict[str, Any]:
-        """What is resolved, per env, as plain JSON values. Removed envs are kept, should they come back."""
-        envs = {name: stream.state_dict() for name, stream in self._streams.items()}
-        return {"seed": self._seed, "envs": {**self._removed, **envs}}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
-        """Continue from a saved state, whose envs may differ; returns what was found, in sentences."""
-        notes = []
-        if state["seed"] != self._seed:
-            notes.append(f"the seed was {state['seed']} and is {self._seed}: every env has another order now")
-        for name, saved in state["envs"].items():
-            stream = self._streams.get(name)
-            if stream is None:
-                self._removed[name] = dict(saved)
-                notes.append(f'env "{name}" was removed; its place at position {saved["low"]} is kept')
-                continue
-            notes += stream.differences(saved)
-            stream.load(saved["low"], saved["resolved"])
-            if stream.waiting:
-                notes.append(f'env "{name}": {stream.waiting} unfinished tasks are asked again')
-        notes += [
-            f'env "{name}" is new and starts at its first task'
-            for name in self._streams
-            if name not in state["envs"]
-        ]
-        return notes
 
 
 class _Stream:
@@ -130,7 +97,7 @@ class _Stream:
         self._again: deque[int] = deque()
         self._queued: set[int] = set()
         self._permutation: Permutation | None = None
-        self._offset = _digest(seed, env.name, env.split, "offset") % _LARGEST_OFFSET
+        self._offset = digest(seed, env.name, env.split, "offset") % _LARGEST_OFFSET
 
     @property
     def waiting(self) -> int:
@@ -161,38 +128,16 @@ class _Stream:
         self._resolved.add(position)
         self._sink()
 
-    def load(self, low: int, resolved: Iterable[int]) -> None:
+    def load(self, low: int, resolved: Iterable[int], held: Collection[int]) -> None:
         self.low = low
         self._resolved = {position for position in resolved if position >= low}
         self._sink()
-        # Positions handed out beyond the last resolved one come again by themselves.
-        self._next = max(self._resolved, default=self.low - 1) + 1
-        gaps = [position for position in range(self.low, self._next) if position not in self._resolved]
+        # Positions handed out beyond the last known one come again by themselves.
+        known = self._resolved.union(held)
+        self._next = max(self.low, max(known, default=-1) + 1)
+        gaps = [position for position in range(self.low, self._next) if position not in known]
         self._again = deque(gaps)
         self._queued = set(gaps)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "split": self._env.split,
-            "num_tasks": self._env.num_tasks,
-            "low": self.low,
-            "resolved": sorted(self._resolved),
-        }
-
-    def differences(self, saved: Mapping[str, Any]) -> list[str]:
-        """What changed since the state was saved, in sentences."""
-        notes = []
-        if saved["split"] != self._env.split:
-            notes.append(
-                f'env "{self._env.name}": the split was "{saved["split"]}" and is "{self._env.split}"; '
-                f"its stream goes on at position {saved['low']}"
-            )
-        if saved["num_tasks"] != self._env.num_tasks:
-            notes.append(
-                f'env "{self._env.name}": {_count(saved["num_tasks"])} became {_count(self._env.num_tasks)}; '
-                "its order is another one now"
-            )
-        return notes
 
     def _reach(self, position: int) -> None:
         """A task that was handed out before a restart: those between here and there were too."""
@@ -219,51 +164,3 @@ class _Stream:
             order = Permutation(self._seed, env.name, env.split, epoch, env.num_tasks)
             self._permutation = order
         return TrainTask(env.name, env.split, order.at(place), epoch, position)
-
-
-class Permutation:
-    """A seeded permutation of range(size), evaluated at one point at a time, without a table.
-
-    A Feistel network permutes the smallest range of an even number of bits that holds `size`; a result outside
-    of `size` is permuted again until it falls inside, which takes less than four rounds on average.
-    """
-
-    __slots__ = ("_bits", "_keys", "epoch", "size")
-
-    def __init__(self, seed: int, env: str, split: str, epoch: int, size: int) -> None:
-        self.epoch = epoch
-        self.size = size
-        self._bits = max(1, ((size - 1).bit_length() + 1) // 2)
-        key = _digest(seed, env, split, f"epoch {epoch}")
-        self._keys = [_scramble(key + round_number * 0x9E3779B97F4A7C15) for round_number in range(_ROUNDS)]
-
-    def at(self, place: int) -> int:
-        """Where `place` is moved to."""
-        bits = self._bits
-        mask = (1 << bits) - 1
-        value = place
-        while True:
-            left, right = value >> bits, value & mask
-            for key in self._keys:
-                left, right = right, left ^ (_scramble(right + key) >> (64 - bits))
-            value = (left << bits) | right
-            if value < self.size:
-                return value
-
-
-def _scramble(value: int) -> int:
-    """Spread every bit of a number over 64 bits."""
-    value &= _MASK64
-    value = ((value ^ (value >> 32)) * 0xD6E8FEB86659FD93) & _MASK64
-    value = ((value ^ (value >> 32)) * 0xD6E8FEB86659FD93) & _MASK64
-    return value ^ (value >> 32)
-
-
-def _digest(seed: int, *words: str) -> int:
-    """A 64-bit number that depends on all of its arguments; the lengths keep neighbouring words apart."""
-    text = "".join(f"{len(word)}:{word}" for word in (str(seed), *words))
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())
-
-
-def _count(num_tasks: int | None) -> str:
-    return "tasks without end" if num_tasks is None else f"{num_tasks} tasks"

@@ -1,0 +1,119 @@
+"""Which training envs may open a group now, and what keeps each of the others from it.
+
+An env may open a group while it has a server with room, is below its caps, and the group could be trained in time
+(`pace`) without the queue growing beyond its bound. What the next batch cannot do without is admitted beyond pace and
+bound, and only as much of it as is needed: holding it back would be holding everything back for ever. The answer is
+computed from what is, at every call; nothing is remembered that could be left behind. Pure.
+"""
+
+from collections.abc import Callable, Mapping
+
+from orchestrator.dispatch.ledger import Lane, Ledger
+from orchestrator.dispatch.limits import TokenBucket
+from orchestrator.dispatch.pace import Pace
+from orchestrator.dispatch.ports import EnvRules, Queue
+from orchestrator.dispatch.waits import Wait, WaitKind
+
+
+class Admission:
+    """Asks every limit of every training env."""
+
+    def __init__(
+        self,
+        *,
+        train: Mapping[str, EnvRules],
+        pace: Pace,
+        ledger: Ledger,
+        queue: Queue,
+        bound: int,
+        closed: Callable[[], Wait | None],
+        now: float,
+    ) -> None:
+        """`bound`: what may be queued, in the unit of the batch. `closed`: why nothing may be opened."""
+        self._train = train
+        self._pace = pace
+        self._ledger = ledger
+        self._queue = queue
+        self._bound = bound
+        self._closed = closed
+        self._buckets = {
+            name: TokenBucket(env.rollouts_per_minute, burst=env.group_size, now=now)
+            for name, env in train.items()
+            if env.rollouts_per_minute is not None
+        }
+
+    def eligible(self, now: float) -> list[str]:
+        """Envs that may open a group; those that the next batch needs alone, if there are any."""
+        if self._closed() is not None or self._pace.engines_behind:
+            return []
+        able = [name for name in self._train if self._limit(name, now) is None]
+        if not able:
+            return []
+        needed = self._queue.needed(self._pace.coming)
+        starved = [name for name in able if name in needed]
+        if starved:
+            return starved
+        crowded = self._crowded()
+        return [name for name in able if crowded(name) is None]
+
+    def waits(self, now: float) -> list[Wait]:
+        """What keeps training envs from opening a group, one entry for each reason."""
+        closed = self._closed()
+        if closed is not None:
+            return [closed]
+        if self._pace.engines_behind:
+            return [Wait(WaitKind.WEIGHTS, "the inference servers to load the newest version")]
+        found: dict[Wait, list[str]] = {}
+        crowded = self._crowded()
+        for name in self._train:
+            wait = self._limit(name, now) or crowded(name)
+            if wait is not None:
+                found.setdefault(wait, []).append(name)
+        return [wait.of(names, all_of=len(names) == len(self._train)) for wait, names in found.items()]
+
+    def opened(self, env: str, now: float) -> None:
+        """A group of an env was opened."""
+        if env in self._buckets:
+            self._buckets[env].take(self._train[env].group_size, now)
+
+    def next_event_at(self, now: float) -> float | None:
+        """When a rate lets an env go on."""
+        times = [bucket.ready_at(self._train[name].group_size, now) for name, bucket in self._buckets.items()]
+        return min((time for time in times if time > now), default=None)
+
+    def under_cap(self, env: str, count: int) -> bool:
+        """Whether `count` more rollouts stay within the env's cap; a group larger than it runs alone."""
+        cap = self._train[env].max_inflight
+        inflight = self._ledger.inflight[Lane.TRAIN, env]
+        return cap is None or inflight + count <= cap or inflight == 0
+
+    def _limit(self, name: str, now: float) -> Wait | None:
+        """What the env itself has not: a server, room, slots under its cap, its rate."""
+        rules = self._train[name]
+        count = rules.group_size if rules.port.group_scored else 1
+        if not rules.port.available:
+            return Wait(WaitKind.SERVER, "a ready server")
+        if not rules.port.has_room(count):
+            return Wait(WaitKind.ROOM, "room on its servers")
+        if not self.under_cap(name, count):
+            return Wait(WaitKind.CAP, f"its cap of {rules.max_inflight} in flight")
+        bucket = self._buckets.get(name)
+        if bucket is not None and (ready := bucket.ready_at(rules.group_size, now)) > now:
+            return Wait(WaitKind.RATE, f"its rate of {rules.rollouts_per_minute:g} a minute", until=ready)
+        return None
+
+    def _crowded(self) -> Callable[[str], Wait | None]:
+        """Whether the work ahead of a new group is too much: for the trainer's pace, or for the queue."""
+        queued = self._queue.queued()
+        room = self._pace.room(queued=queued, minimums=self._queue.minimums())
+        full = sum(queued.values()) >= self._bound
+
+        def crowded(name: str) -> Wait | None:
+            if not room.admits(name, self._queue.expected(name)):
+                text = "the trainer (more work now would be too old when it is trained on)"
+                return Wait(WaitKind.TRAINER, text)
+            return (
+                Wait(WaitKind.QUEUE, "the trainer (the queue is full, batch.max_buffered)") if full else None
+            )
+
+        return crowded

@@ -1,0 +1,77 @@
+"""The one book of versions and steps: what is published, what the engines sample from, what is formed and trained.
+
+Staleness of a group = versions published between the oldest one that sampled it and its batch's training, queue time
+included. Published versions are counted, so a trainer may number them as it likes. A batch that follows `k` untrained
+ones is trained `k` versions after the newest, because the trainer publishes at most one version per step, before it
+acknowledges it. So a version has a last step that may train on it, which never comes earlier as the run goes on.
+Pure arithmetic: no clock, no I/O.
+"""
+
+from bisect import bisect_right
+from typing import Any
+
+_HISTORY = 64
+"""Published versions that are remembered beyond those that may still be trained on."""
+
+
+class Versions:
+    """Which versions there are, and how old each will be at a step."""
+
+    def __init__(self, *, max_versions: int) -> None:
+        self.max_versions = max_versions
+        self.serving = 0
+        """Version that the inference servers sample from."""
+        self.formed = 0
+        """Last step that was formed."""
+        self.trained = 0
+        """Last step that was trained on."""
+        self._history = [0]
+
+    @property
+    def published(self) -> int:
+        """Newest version that the trainer has published."""
+        return self._history[-1]
+
+    def publish(self, version: int) -> None:
+        """The trainer has a newer version."""
+        if version <= self.published:
+            raise ValueError(f"version {version} is not newer than {self.published}")
+        self._history.append(version)
+        del self._history[: -(self.max_versions + _HISTORY)]
+
+    def withdraw(self, version: int) -> None:
+        """No inference server could load a version: it is as if it had never been published."""
+        if version in self._history and version != self.serving and len(self._history) > 1:
+            self._history.remove(version)
+
+    def version_at(self, step: int) -> int:
+        """The version that a step is trained on, if every step publishes the next number."""
+        return self.published + max(0, step - 1 - self.trained)
+
+    def age(self, version: int, step: int) -> int:
+        """How many versions newer than `version` there will be when a step is trained on."""
+        return self._newer(version) + max(0, step - 1 - self.trained)
+
+    def steps_left(self, version: int) -> int:
+        """How many of the batches still to be formed may hold what this version sampled; below 1: none."""
+        return self.trained + 1 + self.max_versions - self._newer(version) - self.formed
+
+    def oldest_allowed(self, step: int) -> int:
+        """The oldest version that may be trained on in a step."""
+        at = len(self._history) - 1 + max(0, step - 1 - self.trained) - self.max_versions
+        if at <= 0:
+            return 0
+        return self._history[at] if at < len(self._history) else self.published + 1 + at - len(self._history)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a later process needs; steps are the journal's to know."""
+        return {"published": list(self._history), "serving": self.serving}
+
+    def load_state_dict(self, state: dict[str, Any], *, formed: int, trained: int) -> None:
+        """Continue; the inference servers are brought to the last loaded version before dispatch."""
+        self._history = list(state["published"])
+        self.serving = state.get("serving", self.published)
+        self.formed, self.trained = formed, trained
+
+    def _newer(self, version: int) -> int:
+        return len(self._history) - bisect_right(self._history, version)

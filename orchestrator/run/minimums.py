@@ -1,0 +1,61 @@
+"""Which minimums hold now.
+
+The minimum of an env that has no server, or that is quarantined because it yields nothing, is waived, unless the
+configuration says to wait for it. It holds again when the env can deliver and, under pace, as soon as what is under way
+leaves room for it: a minimum that came back at once would push finished groups of other envs out of their last batch.
+Every change is logged, counted and shown in the status. Pure.
+"""
+
+import structlog
+
+from orchestrator.run.parts import Parts
+from orchestrator.run.settings import RunSettings
+
+log = structlog.get_logger()
+
+
+class Minimums:
+    """Waives and restores."""
+
+    def __init__(self, settings: RunSettings, parts: Parts) -> None:
+        self._parts = parts
+        self._waits = frozenset(env.name for env in settings.train if env.on_unmet_minimum == "wait")
+        self.waived: dict[str, str] = {}
+        """Envs whose minimum does not hold, and why."""
+        self.times_waived = 0
+
+    def refresh(self) -> None:
+        """Bring every env's minimum up to date."""
+        parts = self._parts
+        quarantined = parts.mix.quarantined
+        for name, port in parts.train.items():
+            why = "" if port.available else "it has no ready server"
+            if not why and name in quarantined:
+                why = "it yields next to nothing and is quarantined"
+            if name in self._waits:
+                why = ""
+            if why and name not in self.waived:
+                parts.buffer.set_available(name, False)
+                self._say(name, why)
+            elif not why and name in self.waived:
+                self._try_restore(name)
+
+    def _try_restore(self, name: str) -> None:
+        buffer, pace, sink = self._parts.buffer, self._parts.pace, self._parts.sink
+        buffer.set_available(name, True)
+        minimum = buffer.minimums.get(name, 0)
+        if minimum and pace.mode == "pace":
+            room = pace.room(queued=sink.queued(), minimums=buffer.minimums)
+            if not room.holds and not pace.engines_behind:
+                buffer.set_available(name, False)
+                return
+        del self.waived[name]
+        if minimum:
+            log.info("minimum.restored", env=name, sequences=minimum)
+
+    def _say(self, name: str, why: str) -> None:
+        self.waived[name] = why
+        minimum = self._parts.buffer.configured_minimums.get(name, 0)
+        if minimum:
+            self.times_waived += 1
+            log.warning("minimum.waived", env=name, sequences=minimum, why=why)

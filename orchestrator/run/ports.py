@@ -1,0 +1,111 @@
+"""What a run asks of the shells around it, and what it tells them to do.
+
+The pool of inference servers, the journal and the environments are Protocols here; `service` has the real ones,
+`simulate` and the tests others. Instructions come out of `Run.drain` in order.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from envs.wire import Failure, ResultArrays
+from orchestrator.dispatch.ports import CancelAttempt, EnvPort, Placement, StartAttempt
+from orchestrator.dispatch.work import Attempt
+from orchestrator.groups.group import Batch, Group
+from orchestrator.sinks.train_sink import Record
+
+
+class TrainPort(EnvPort, Protocol):
+    """A training environment's servers, as status shows them."""
+
+    @property
+    def ready_servers(self) -> int: ...
+    @property
+    def servers(self) -> int: ...
+    @property
+    def restarts(self) -> int: ...
+
+
+class EndpointFacts(Protocol):
+    """One inference server, as status shows it."""
+
+    @property
+    def url(self) -> str: ...
+    @property
+    def healthy(self) -> bool: ...
+    @property
+    def inflight(self) -> int: ...
+    @property
+    def version(self) -> int: ...
+    @property
+    def version_newest(self) -> int: ...
+    @property
+    def error(self) -> str: ...
+
+
+class Pool(Placement, Protocol):
+    """The inference servers."""
+
+    @property
+    def endpoints(self) -> Sequence[EndpointFacts]: ...
+    def note_success(self, endpoint: Any) -> None: ...
+    def note_failure(self, endpoint: Any, kind: str) -> None: ...
+    def explain(self) -> str:
+        """Why no inference server is in service; empty while one is."""
+
+
+class Journal(Record, Protocol):
+    """The record that survives a crash."""
+
+    @property
+    def full(self) -> bool: ...
+    @property
+    def backlog_bytes(self) -> int: ...
+    def split_group(self, group: Group, n: int) -> tuple[Group, Group]: ...
+    def record_acknowledged(self, step: int) -> None: ...
+    def record_state(self, key: str, value: Any) -> None: ...
+    def record_eval(self, data: dict[str, Any]) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class LoadWeights:
+    """Bring the inference servers to a published version; newer instructions replace older ones."""
+
+    version: int
+    path: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationFinished:
+    """An evaluation has its result, which is in the journal already."""
+
+    result: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class EndRun:
+    """The run is over."""
+
+    why: str
+
+
+class Driven(Protocol):
+    """What a driver drives: a run, or evaluations alone."""
+
+    @property
+    def version(self) -> int:
+        """Version that the inference servers sample from."""
+
+    @property
+    def idle(self) -> bool: ...
+    def on_result(self, attempt: Attempt, result: ResultArrays, now: float) -> None: ...
+    def on_failure(self, attempt: Attempt, failure: Failure, now: float, *, together: int = 0) -> None: ...
+    def on_endpoint_lost(self, endpoint: Any, now: float) -> None: ...
+    def advance(self, now: float, *, at_most: int = 256) -> bool: ...
+    def next_event_at(self, now: float) -> float | None: ...
+    def drain(self) -> "list[RunInstruction]": ...
+    def abandon(self, now: float) -> None: ...
+
+
+RunInstruction = StartAttempt | CancelAttempt | LoadWeights | EvaluationFinished | EndRun
+Offer = Callable[[Batch], None]

@@ -1,0 +1,84 @@
+"""How a run goes on where an earlier process of it ended.
+
+What is formed stays formed, what is queued stays queued, and a task that was handed out and has no group is asked again.
+Everything is derived from what the journal holds; nothing else is set, so no order of calls can leave a part behind.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import structlog
+
+from orchestrator.groups.group import Group
+from orchestrator.run.run import Run
+
+log = structlog.get_logger()
+
+
+class Recovery(Protocol):
+    """What a journal holds of an earlier process."""
+
+    @property
+    def groups(self) -> Sequence[Group]:
+        """Finished and in no batch, in the order of recording."""
+
+    @property
+    def resolved(self) -> Mapping[str, tuple[int, Sequence[int]]]:
+        """Per env, the position below which everything is resolved, and the resolved ones above it."""
+
+    @property
+    def state(self) -> Mapping[str, Any]: ...
+    @property
+    def last_step(self) -> int: ...
+    @property
+    def last_acknowledged(self) -> int: ...
+    @property
+    def damaged(self) -> Sequence[str]: ...
+    @property
+    def empty(self) -> bool: ...
+
+
+class Weights:
+    """What the journal says about versions: those published, the last one loaded, and where each lies."""
+
+    def __init__(self, state: Mapping[str, Any]) -> None:
+        self.state = dict(state.get("version", {"published": [0], "path": None, "trained": 0}))
+        self.published: int = self.state["published"][-1]
+        # Journals of earlier revisions know only the published one, and took it for loaded.
+        self.loaded: int = self.state.setdefault("serving", self.published)
+        self.path: str | None = self.state["path"]
+        self.loaded_path: str | None = self.state.get("loaded_path", self.path)
+        self.trained: int = self.state["trained"]
+
+
+def resume(run: Run, recovered: Recovery, weights: Weights, evals: Iterable[Mapping[str, Any]]) -> None:
+    """Continue where an earlier process of the run ended; before `Run.start`."""
+    parts = run.parts
+    # A version is published before its step is acknowledged, so more steps may be trained on than acknowledged.
+    trained = max(recovered.last_acknowledged, min(weights.trained, recovered.last_step))
+    parts.versions.load_state_dict(weights.state, formed=recovered.last_step, trained=trained)
+    run.acknowledged = recovered.last_acknowledged
+    run.weights_path, run.loaded_path = weights.path, weights.loaded_path
+    parts.eval_sink.results = [{key: row[key] for key in row if key != "at"} for row in evals]
+    if recovered.empty:
+        return
+    run.restore(recovered.state)
+    held: dict[str, set[int]] = {}
+    for group in recovered.groups:
+        held.setdefault(group.env, set()).add(group.task.position)
+    asked_again = 0
+    for env in parts.train:
+        low, resolved = recovered.resolved.get(env, (0, []))
+        asked_again += parts.source.load_resolved(env, low, resolved, held.get(env, ()))
+    for env in recovered.resolved.keys() - parts.train.keys():
+        log.warning("env.gone", env=env, note="it was in an earlier process of this run")
+    kept = parts.sink.restore(recovered.groups)
+    log.info(
+        "run.resumed",
+        step=recovered.last_step,
+        acknowledged=recovered.last_acknowledged,
+        version=parts.versions.published,
+        groups=kept,
+        tasks_asked_again=asked_again,
+        damaged=len(recovered.damaged),
+    )

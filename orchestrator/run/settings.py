@@ -1,0 +1,76 @@
+"""What a run is told: plain values, made from a configuration by the service, or by hand."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Any, Literal
+
+from orchestrator.dispatch.pace import Mode
+from orchestrator.dispatch.ports import Rules
+from orchestrator.groups.scoring import AdvantageFunction
+from orchestrator.tasks.evaluations import EvalPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What an attempt and a group of an env may take."""
+
+    rollout_timeout_s: float
+    group_timeout_s: float
+    max_attempts: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainEnvSettings:
+    """One training env. `target` is its share of the mix, `minimum` the least share of every batch."""
+
+    name: str
+    split: str
+    num_tasks: int | None
+    target: float
+    group_size: int
+    limits: Limits
+    minimum: float | Fraction = 0.0
+    on_unmet_minimum: Literal["waive", "wait"] = "waive"
+    max_inflight: int | None = None
+    rollouts_per_minute: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalEnvSettings:
+    """One evaluation env."""
+
+    plan: EvalPlan
+    limits: Limits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchSettings:
+    """What a batch is; see the configuration reference for each field."""
+
+    size: int
+    unit: Literal["sequences", "tokens"]
+    quotas: bool
+    on_starved: Literal["redistribute", "wait"]
+    on_stuck: Literal["wait", "split"]
+    stuck_after_s: float
+    max_buffered: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSettings:
+    """A whole run."""
+
+    seed: int
+    max_steps: int | None
+    batch: BatchSettings
+    max_versions: int
+    mode: Mode
+    train: Sequence[TrainEnvSettings]
+    rules: Rules
+    advantage: AdvantageFunction
+    keep_equal_rewards: bool
+    max_barren_batches: int
+    strategy: str
+    evals: Sequence[EvalEnvSettings] = ()
+    strategy_options: Mapping[str, Any] = field(default_factory=dict)

@@ -1,0 +1,153 @@
+"""The run at one moment: its status, a diagnosis when nothing moves, and the closing summary.
+
+Put together from what the parts of the run know; nothing is counted here.
+"""
+
+from typing import Any
+
+from orchestrator.dispatch.ledger import Lane, Outcome
+from orchestrator.facts import EndpointStatus, EnvStatus, Status, WaitStatus
+from orchestrator.run.run import Run
+from orchestrator.run.waits import describe, find_waits
+
+
+def build_status(run: Run, now: float, *, loop_lag_p99_s: float = 0.0) -> Status:
+    """The run at this moment."""
+    parts = run.parts
+    facts, versions = parts.facts, parts.versions
+    waits = find_waits(run, now)
+    return Status(
+        state=run.state.value,
+        waiting_for=describe(waits),
+        waits=[
+            WaitStatus(
+                wait.kind.value,
+                wait.text,
+                None if wait.until is None else max(0.0, round(wait.until - now, 3)),
+            )
+            for wait in waits
+        ],
+        step=versions.formed,
+        max_steps=run.settings.max_steps,
+        trained=versions.trained,
+        version=versions.serving,
+        published=versions.published,
+        reward=facts.reward,
+        first_reward=facts.first_reward,
+        rollouts_per_s=facts.rate(now),
+        inflight=parts.ledger.total_inflight,
+        limit=parts.pool.limit,
+        queued_sequences=parts.buffer.sequences,
+        queued_groups=len(parts.buffer),
+        batch_size=run.settings.batch.size,
+        buffer=parts.sink.explain(),
+        outcomes=parts.ledger.totals(Lane.TRAIN),
+        failures=facts.failures(),
+        envs=_env_statuses(run, now),
+        endpoints=[
+            EndpointStatus(e.url, e.healthy, e.inflight, e.version, e.error) for e in parts.pool.endpoints
+        ],
+        evals=parts.eval_sink.results[-20:],
+        staleness=facts.staleness_numbers(),
+        refused=run.refused,
+        minimums_waived=run.minimums.times_waived,
+        loop_lag_p99_s=loop_lag_p99_s,
+        journal_backlog_bytes=parts.journal.backlog_bytes,
+        seconds=facts.seconds(now),
+    )
+
+
+def _env_statuses(run: Run, now: float) -> dict[str, EnvStatus]:
+    parts = run.parts
+    numbers, queued, minimums = (
+        parts.mix.numbers(now),
+        parts.buffer.queued_by_env,
+        parts.buffer.configured_minimums,
+    )
+    shares, recent = parts.facts.delivered.shares(), parts.facts.delivered.recent_shares()
+    completed = dict.fromkeys(parts.train, 0)
+    for lane, name, outcome, _, n in parts.ledger.rows():
+        if lane is Lane.TRAIN and outcome is Outcome.COMPLETED and name in completed:
+            completed[name] += n
+    statuses = {}
+    for name, port in parts.train.items():
+        mine, facts = numbers[name], parts.facts.envs[name]
+        statuses[name] = EnvStatus(
+            target=mine.configured,
+            actual=shares[name],
+            recent=recent[name],
+            dispatched=parts.ledger.dispatched[Lane.TRAIN, name],
+            inflight=parts.ledger.inflight[Lane.TRAIN, name],
+            completed=completed[name],
+            emitted=parts.facts.delivered.counts[name],
+            acceptance=mine.acceptance,
+            mean_latency_s=mine.mean_latency_s or None,
+            reward=facts.reward,
+            first_reward=facts.first_reward,
+            quarantined=mine.quarantined,
+            servers_ready=port.ready_servers,
+            servers=port.servers,
+            restarts=port.restarts,
+            queued=queued.get(name, 0),
+            minimum=minimums.get(name, 0),
+            minimum_waived=run.minimums.waived.get(name, "") if minimums.get(name) else "",
+            dropped=dict(facts.dropped),
+        )
+    return statuses
+
+
+def diagnose(run: Run, now: float) -> dict[str, Any]:
+    """What is waited for, by whom, since when."""
+    parts = run.parts
+    oldest = parts.dispatcher.oldest_running()
+    waits = find_waits(run, now)
+    return {
+        "waiting_for": describe(waits),
+        "waits": {wait.kind.value: wait.text for wait in waits},
+        "buffer": parts.sink.explain(),
+        "inflight": parts.ledger.total_inflight,
+        "oldest_rollout": None
+        if oldest is None
+        else {"task": oldest.group.task.key, "seconds": round(now - oldest.started, 1)},
+        "endpoints": {
+            e.url: e.error or ("in service" if e.healthy else "out of service") for e in parts.pool.endpoints
+        },
+        "servers_ready": {name: port.ready_servers for name, port in parts.train.items()},
+        "formed": parts.versions.formed,
+        "trained": parts.versions.trained,
+        "failures": parts.facts.failures(),
+    }
+
+
+def build_summary(run: Run, end: str, now: float) -> dict[str, Any]:
+    """The closing record, also written to summary.json."""
+    status = build_status(run, now)
+    tasks = {env.name: env.num_tasks for env in run.settings.train}
+    return {
+        "end": end,
+        "steps": status.trained,
+        "version": status.version,
+        "sequences": run.parts.facts.sequences,
+        "first_reward": status.first_reward,
+        "last_reward": status.reward,
+        "envs": {
+            name: {
+                "first_reward": env.first_reward,
+                "last_reward": env.reward,
+                "target_share": env.target,
+                "actual_share": env.actual,
+                "sequences": env.emitted,
+                "rollouts": env.completed,
+                "num_tasks": tasks[name],
+                "acceptance": env.acceptance,
+                "mean_latency_s": env.mean_latency_s,
+                "dropped": env.dropped,
+            }
+            for name, env in status.envs.items()
+        },
+        "outcomes": status.outcomes,
+        "failures": status.failures,
+        "evals": run.parts.eval_sink.results,
+        "staleness": status.staleness,
+        "wall_time_s": round(status.seconds, 3),
+    }

@@ -1,0 +1,66 @@
+"""What a run waits for: one function that answers for every wait.
+
+Every wait has an event that ends it, somebody who sends it, a bound, and a sentence; docs/architecture.md has the table
+of all of them. The first entries are those of dispatch (why nothing more is started), then those of the next batch.
+"""
+
+from orchestrator.dispatch.waits import Wait, WaitKind
+from orchestrator.run.run import Run, RunState
+
+
+def find_waits(run: Run, now: float) -> list[Wait]:
+    """Everything that is waited for now, in the order of what is closest to people."""
+    parts = run.parts
+    closed = run.closed()
+    if run.state is not RunState.RUNNING:
+        return [closed] if closed is not None else []
+    found = []
+    explanation = parts.pool.explain()
+    if explanation:
+        found.append(Wait(WaitKind.ENDPOINT, f"an inference server: {explanation}"))
+    else:
+        found += parts.dispatcher.waits(now)
+    if run.refused:
+        found.append(Wait(WaitKind.WEIGHTS, f"a version that can be loaded ({run.refused})"))
+    elif parts.versions.serving != parts.versions.published:
+        found.append(
+            Wait(
+                WaitKind.WEIGHTS,
+                f"the inference servers to load version {parts.versions.published} (they have {parts.versions.serving})",
+            )
+        )
+    found.append(_batch_wait(run))
+    if parts.evaluations.due:
+        names = ", ".join(f'"{name}"' for name in parts.evaluations.due)
+        found.append(Wait(WaitKind.EVALUATION, f"the evaluation before, or the weights, for {names}"))
+    return found
+
+
+def _batch_wait(run: Run) -> Wait:
+    """Why there is no further batch now."""
+    parts = run.parts
+    sink, buffer = parts.sink, parts.buffer
+    text = sink.explain()
+    if sink.finished:
+        return Wait(WaitKind.DONE, text)
+    if not sink.wanted:
+        untrained = parts.versions.formed - parts.versions.trained
+        return Wait(
+            WaitKind.ACKNOWLEDGEMENT, f"the trainer ({untrained} batches are formed and not trained on)"
+        )
+    if sink.held is not None:
+        return Wait(WaitKind.OLDER_GROUP, text, until=run.held_until)
+    if sink.stuck:
+        at = buffer.split_at
+        return (
+            Wait(WaitKind.SPLIT, f"{text}; a group will be split", until=at)
+            if at
+            else Wait(WaitKind.MISFIT, text)
+        )
+    return Wait(WaitKind.GROUPS, text)
+
+
+def describe(waits: list[Wait]) -> str:
+    """The waits of dispatch in one sentence, for a line in a terminal."""
+    shown = [wait.text for wait in waits if wait.kind is not WaitKind.GROUPS]
+    return "; ".join(shown or [wait.text for wait in waits])

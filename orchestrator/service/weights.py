@@ -1,0 +1,63 @@
+"""New weights: published versions are looked at before they count, and loaded one after the other."""
+
+import asyncio
+from collections.abc import Callable
+
+import structlog
+
+from orchestrator.inference import InferencePool, WeightUpdateError
+from orchestrator.run.run import Run
+from orchestrator.service.driver import Driver
+
+log = structlog.get_logger()
+
+
+class VersionChecks:
+    """Looks at published versions before they are counted."""
+
+    def __init__(self, pool: InferencePool) -> None:
+        self._pool = pool
+        self._asked: asyncio.Queue[tuple[int, str | None, Callable[[str], None]]] = asyncio.Queue()
+
+    def ask(self, version: int, path: str | None, decided: Callable[[str], None]) -> None:
+        """Have a version looked at; `decided` is called with what is wrong with it, if anything is."""
+        self._asked.put_nowait((version, path, decided))
+
+    async def run(self) -> None:
+        """Look at one after the other until cancelled."""
+        while True:
+            version, path, decided = await self._asked.get()
+            try:
+                await self._pool.check_version(version, path)
+            except WeightUpdateError as error:
+                log.error("version.refused", version=version, why=str(error))
+                decided(str(error))
+            else:
+                decided("")
+
+
+class WeightLoader:
+    """Brings the inference servers to every published version, the newest first."""
+
+    def __init__(self, pool: InferencePool) -> None:
+        self._pool = pool
+        self._asked = asyncio.Event()
+        self._newest: tuple[int, str | None] = (0, None)
+
+    def load(self, version: int, path: str | None) -> None:
+        """A version is to be loaded; one that was asked for before and not begun is left out."""
+        self._newest = version, path
+        self._asked.set()
+
+    async def run(self, driver: Driver[Run]) -> None:
+        """Load until cancelled, and tell the run what came of it."""
+        while True:
+            await self._asked.wait()
+            self._asked.clear()
+            version, path = self._newest
+            try:
+                await self._pool.update_weights(version, path)
+            except WeightUpdateError as error:
+                driver.tell(driver.run.on_refused, version, str(error))
+            else:
+                driver.tell(driver.run.on_loaded, version, path)

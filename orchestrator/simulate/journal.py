@@ -1,0 +1,103 @@
+"""The journal of a run in virtual time: the same record, kept in memory, durable at once."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from orchestrator.groups.group import Batch, Group
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryRecovery:
+    """What an earlier process left."""
+
+    groups: Sequence[Group]
+    batches: Sequence[Batch]
+    resolved: Mapping[str, tuple[int, Sequence[int]]]
+    state: Mapping[str, Any]
+    last_step: int
+    last_acknowledged: int
+    evals: Sequence[dict[str, Any]]
+    damaged: Sequence[str] = ()
+
+    @property
+    def empty(self) -> bool:
+        return not (self.groups or self.last_step or self.resolved or self.state)
+
+
+@dataclass(slots=True)
+class MemoryJournal:
+    """Records like `orchestrator.journal.Journal`. With `at_once` false a batch waits for its callback in `waiting`."""
+
+    full: bool = False
+    backlog_bytes: int = 0
+    at_once: bool = True
+    waiting: list[Callable[[], None]] = field(default_factory=list)
+    events: list[str] = field(default_factory=list)
+    groups: list[Group] = field(default_factory=list)
+    tasks: list[tuple[str, int, str]] = field(default_factory=list)
+    batches: list[Batch] = field(default_factory=list)
+    evicted: list[tuple[Group, str]] = field(default_factory=list)
+    evals: list[dict[str, Any]] = field(default_factory=list)
+    acknowledged: int = 0
+    _queued: dict[str, Group] = field(default_factory=dict)
+    _resolved: dict[str, set[int]] = field(default_factory=dict)
+    _low: dict[str, int] = field(default_factory=dict)
+    _states: dict[str, str] = field(default_factory=dict)
+
+    def record_group(self, group: Group) -> None:
+        self.events.append(f"group {group.id}")
+        self.groups.append(group)
+        self._queued[group.id] = group
+
+    def record_task(self, env: str, position: int, outcome: str) -> None:
+        self.tasks.append((env, position, outcome))
+        self._resolved.setdefault(env, set()).add(position)
+
+    def record_batch(self, batch: Batch, on_durable: Callable[[], None]) -> None:
+        self.events.append(f"batch {batch.step}")
+        self.batches.append(batch)
+        for group in batch.groups:
+            del self._queued[group.id]
+            self._resolved.setdefault(group.env, set()).add(group.task.position)
+        if self.at_once:
+            on_durable()
+        else:
+            self.waiting.append(on_durable)
+
+    def evict_group(self, group: Group, reason: str) -> None:
+        self.evicted.append((group, reason))
+        del self._queued[group.id]
+
+    def split_group(self, group: Group, n: int) -> tuple[Group, Group]:
+        first, rest = group.split(n)
+        del self._queued[group.id]
+        self._queued[first.id], self._queued[rest.id] = first, rest
+        return first, rest
+
+    def prune(self, env: str, low: int) -> None:
+        self._low[env] = low
+        self._resolved[env] = {position for position in self._resolved.get(env, ()) if position >= low}
+
+    def record_acknowledged(self, step: int) -> None:
+        self.acknowledged = max(self.acknowledged, step)
+
+    def record_state(self, key: str, value: Any) -> None:
+        self._states[key] = json.dumps(value)
+
+    def record_eval(self, data: dict[str, Any]) -> None:
+        self.evals.append(data)
+
+    def recover(self) -> MemoryRecovery:
+        """What a restart would find."""
+        envs = self._low.keys() | self._resolved.keys()
+        return MemoryRecovery(
+            groups=list(self._queued.values()),
+            batches=[batch for batch in self.batches if batch.step > self.acknowledged],
+            resolved={env: (self._low.get(env, 0), sorted(self._resolved.get(env, ()))) for env in envs},
+            state={key: json.loads(value) for key, value in self._states.items()},
+            last_step=max((batch.step for batch in self.batches), default=0),
+            last_acknowledged=self.acknowledged,
+            evals=self.evals,
+        )

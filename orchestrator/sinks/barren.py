@@ -1,0 +1,37 @@
+"""Counts rollouts in a row that yield nothing to train on, and ends the run when there are too many. Pure.
+
+Probes of an env that is quarantined do not count while another env may still deliver.
+"""
+
+from collections import Counter
+from collections.abc import Collection
+
+from orchestrator.errors import StalledError
+
+
+class Barren:
+    """Rollouts since the last group that could be trained on."""
+
+    def __init__(self, *, at_most: int, envs: Collection[str]) -> None:
+        self._at_most = at_most
+        self._envs = frozenset(envs)
+        self._rollouts = 0
+        self._reasons: Counter[str] = Counter()
+
+    def delivered(self) -> None:
+        """A group was queued."""
+        self._rollouts = 0
+        self._reasons.clear()
+
+    def count(self, env: str, reason: str, rollouts: int, *, ignored: Collection[str]) -> None:
+        """A group ended without anything to train on; StalledError when that was one too many."""
+        if env in ignored and not self._envs.issubset(ignored):
+            return
+        self._rollouts += rollouts
+        self._reasons[f'env "{env}": {reason}'] += rollouts
+        if self._rollouts >= self._at_most:
+            reasons = "; ".join(f"{what} ({n} rollouts)" for what, n in self._reasons.most_common(4))
+            raise StalledError(
+                f"none of the last {self._rollouts} rollouts could be trained on: {reasons}; "
+                "mend the environment, or raise dispatch.max_barren_batches"
+            )
