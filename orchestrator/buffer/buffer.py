@@ -147,16 +147,20 @@ class BatchBuffer(Generic[T]):
         now: float | None = None,
         *,
         at_once: bool = False,
+        spare: int = 0,
         must_before: int | None = None,
         most: Mapping[str, int] | None = None,
     ) -> list[T] | None:
         """The next batch in queue order, or None.
 
-        `now` is needed to split groups after a time, `at_once` splits without waiting for it. Groups of versions
-        before `must_before` are all in the batch, if need be by splitting another. `most`: no more than this of an
+        `now` is needed to split groups after a time, `at_once` splits without waiting for it; by tokens it lets a
+        batch lack up to `spare` of its budget. Groups of versions before `must_before` are all in the batch, if need be by splitting another. `most`: no more than this of an
         env, where an exact batch allows it.
         """
         choice = self._choose()
+        if choice is None and at_once and isinstance(self._rule, TokenRule):
+            envs = list(self._envs.values())
+            choice = None if self._rule.shortage(envs, spare) else self._rule.choose(envs)
         if choice is not None and (most or must_before is not None):
             choice = self._prefer(choice, most or {}, must_before)
         if choice is None and self._split is not None and now is not None:
@@ -177,10 +181,12 @@ class BatchBuffer(Generic[T]):
         """Whether `take` would return a batch without splitting a group."""
         return self._ready if self._ready is not None else self._choose() is not None
 
-    @property
-    def full_but_inexact(self) -> bool:
-        """Whether enough is queued for a batch, of every env too, and still no exact one can be made."""
-        return not self.can_take() and not self._rule.shortage(list(self._envs.values()))
+    def is_stuck(self, spare: int) -> bool:
+        """Whether enough is queued for a batch, of every env too, and still none can be made without `at_once`."""
+        envs = list(self._envs.values())
+        if isinstance(self._rule, TokenRule):
+            return not self.can_take() and not self._rule.shortage(envs, spare)
+        return not self.can_take() and not self._rule.shortage(envs)
 
     def evict_older_than(self, version: int) -> list[T]:
         """Remove the groups of versions below `version`, in queue order."""
@@ -208,14 +214,14 @@ class BatchBuffer(Generic[T]):
             return f"a batch of {self.batch_size} {self.unit} can be taken{note}"
         return (self._rule.shortage(envs) or describe_misfit(self.batch_size, envs)) + note
 
-    def needed(self, coming: Mapping[str, int]) -> frozenset[str]:
+    def needed(self, coming: Mapping[str, int], *, spare: int = 0) -> frozenset[str]:
         """Envs of which the next batch needs more than is queued and `coming`: to be started whatever else holds.
 
         While nothing is coming and no exact batch can be had, and groups are not split, it is as few envs as possible
         whose further groups, of the sizes that they had lately, would make one.
         """
         envs = list(self._envs.values())
-        found = self._rule.needed(envs, coming)
+        found = self._rule.needed(envs, coming, spare)
         if (
             found
             or self.unit == "tokens"
@@ -230,6 +236,14 @@ class BatchBuffer(Generic[T]):
     def minimums(self) -> dict[str, int]:
         """Sequences (or tokens) that every batch has at least of each env; 0 where waived."""
         return {env.name: env.required for env in self._envs.values() if env.minimum}
+
+    @property
+    def planned(self) -> dict[str, int]:
+        """What the next batches will have of each env at least: its minimum, or its quota."""
+        if self._quotas is None:
+            return self.minimums
+        shares = {env: share * self.batch_size for env, share in self._quotas.targets.items()}
+        return {env: int(share) for env, share in shares.items() if self._env(env).available}
 
     @property
     def configured_minimums(self) -> dict[str, int]:
@@ -294,7 +308,7 @@ class BatchBuffer(Generic[T]):
             return None
         if self._stuck_since is None:
             self._stuck_since = now
-        waited = now - self._stuck_since >= self._stuck_after_s
+        waited = now >= self._stuck_since + self._stuck_after_s  # the same sum as `split_at`, to the last bit
         if not at_once and not waited and can_complete(self.batch_size, envs):
             return None
         self._cut(plan_cuts(self.batch_size, envs), split)

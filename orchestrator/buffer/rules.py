@@ -35,8 +35,8 @@ class Rule(Protocol):
         """The next batch, given that there is no shortage. Sets every env's low and high."""
         ...
 
-    def needed(self, envs: Sequence[EnvQueue], coming: Mapping[str, int]) -> list[str]:
-        """Envs of which the next batch needs more than is queued and coming."""
+    def needed(self, envs: Sequence[EnvQueue], coming: Mapping[str, int], spare: int) -> list[str]:
+        """Envs of which the next batch, which may lack `spare` of its size, needs more than is queued and coming."""
         ...
 
 
@@ -91,7 +91,7 @@ class ExactRule:
         entries = choose_exact(self.size, envs)
         return None if entries is None else ExactSelection(entries, envs)
 
-    def needed(self, envs: Sequence[EnvQueue], coming: Mapping[str, int]) -> list[str]:
+    def needed(self, envs: Sequence[EnvQueue], coming: Mapping[str, int], spare: int) -> list[str]:
         return _needed(self.size, envs, {env.name: env.sequences for env in envs}, coming)
 
 
@@ -136,7 +136,7 @@ class QuotaRule:
             return f'env "{env}" has {have} of its quota of {quota} sequences'
         return ""
 
-    def needed(self, envs: Sequence[EnvQueue], coming: Mapping[str, int]) -> list[str]:
+    def needed(self, envs: Sequence[EnvQueue], coming: Mapping[str, int], spare: int) -> list[str]:
         under_way = {env.name: env.sequences + coming.get(env.name, 0) for env in envs}
         if sum(under_way.values()) < self.size:
             return [env.name for env in envs if self.quotas.targets[env.name]]
@@ -194,9 +194,9 @@ class TokenRule:
     def __init__(self, budget: int) -> None:
         self.budget = budget
 
-    def shortage(self, envs: Sequence[EnvQueue]) -> str:
+    def shortage(self, envs: Sequence[EnvQueue], spare: int = 0) -> str:
         queued = sum(env.tokens for env in envs)
-        if queued < self.budget:
+        if queued < self.budget - spare:
             return f"{queued} of {self.budget} tokens are queued"
         for env in envs:
             if env.tokens < env.required:
@@ -208,8 +208,8 @@ class TokenRule:
             env.low = env.required
         return TokenSelection(choose_within(self.budget, envs))
 
-    def needed(self, envs: Sequence[EnvQueue], coming: Mapping[str, int]) -> list[str]:
-        return _needed(self.budget, envs, {env.name: env.tokens for env in envs}, coming)
+    def needed(self, envs: Sequence[EnvQueue], coming: Mapping[str, int], spare: int) -> list[str]:
+        return _needed(self.budget - spare, envs, {env.name: env.tokens for env in envs}, coming)
 
 
 def _needed(

@@ -3,7 +3,7 @@
 Arrays are concatenated over the group's sequences (9 bytes a token: int32 token, float32 log-probability,
 uint8 mask), `lengths` tells them apart. A group is immutable once made. Its id is unique in a run, because
 every position of an environment's task stream is trained on once; the parts of a group that was split for the
-sake of an exact batch are told apart by `part`.
+sake of an exact batch are told apart by `part`, the place of their first sequence in the whole.
 """
 
 from dataclasses import dataclass, field, replace
@@ -68,7 +68,7 @@ class Group:
             rewards=self.rewards[n:],
             advantages=self.advantages[n:],
             transcript=b"",
-            part=self.part + 1,
+            part=self.part + n,
         )
         return first, rest
 

@@ -179,7 +179,7 @@ def _capacity(settings: RunSettings, sink: TrainSink) -> int:
     """What every batch holds of the oldest groups for certain: less than all where only whole groups make it up."""
     size, sizes = settings.batch.size, [env.group_size for env in settings.train]
     if settings.batch.unit == "tokens":
-        return max(1, size - max(sink.expected(env.name) for env in settings.train))
+        return sink.capacity
     whole = len(set(sizes)) == 1 and settings.rules.min_valid is None
     if whole or settings.batch.on_stuck == "split":
         return size

@@ -10,6 +10,7 @@ import itertools
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -297,9 +298,7 @@ class World:
                     self.cancels.append(attempt)
                     self.envs[attempt.group.env].release(attempt.server, attempt)
                 case LoadWeights(version, path):
-                    self.in_this_life(
-                        self._load_s(self.rng), lambda version=version, path=path: self._loaded(version, path)
-                    )
+                    self.in_this_life(self._load_s(self.rng), partial(self._loaded, version, path))
                 case EvaluationFinished():
                     pass
                 case EndRun(why):

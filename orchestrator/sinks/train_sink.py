@@ -44,7 +44,9 @@ class TaskBook(Protocol):
     """Where tasks come from and end."""
 
     def resolve(self, task: TrainTask) -> None: ...
-    def retry(self, task: TrainTask) -> None: ...
+    def retry(self, task: TrainTask) -> bool:
+        """Ask a task again; False when it is resolved: a part of its group is in a batch."""
+
     def low_water(self, env: str) -> int: ...
 
 
@@ -158,7 +160,7 @@ class TrainSink:
         self.held, self.stuck = None, False
         while self.wanted:
             self._evict(now)
-            minimums = self._buffer.minimums
+            minimums = self._buffer.planned
             self.held = self._pace.held_back_by(self._by_version, self._available(), minimums)
             if self.held is not None:
                 return
@@ -166,11 +168,12 @@ class TrainSink:
             groups = self._buffer.take(
                 now,
                 at_once=at_once,
+                spare=self._spare,
                 must_before=versions.oldest_allowed(step + 1) if self._pace.mode == "pace" else None,
                 most=self._spread(minimums),
             )
             if groups is None:
-                self.stuck = self._buffer.full_but_inexact
+                self.stuck = self._buffer.is_stuck(self._spare)
                 return
             self._emit(Batch(step=step, version=versions.version_at(step), groups=tuple(groups)))
 
@@ -197,12 +200,12 @@ class TrainSink:
         return self._queued
 
     def minimums(self) -> Mapping[str, int]:
-        """What every batch must have of each env."""
-        return self._buffer.minimums
+        """What every batch must have of each env, or will have of it by its quota."""
+        return self._buffer.planned
 
     def needed(self, coming: Mapping[str, int]) -> Collection[str]:
         """Envs of which the next batch needs more than is queued and coming."""
-        return self._buffer.needed(coming) if self.wanted else ()
+        return self._buffer.needed(coming, spare=self._spare) if self.wanted else ()
 
     def expected(self, env: str) -> int:
         """What a group of an env will add at most, in all likelihood."""
@@ -218,6 +221,16 @@ class TrainSink:
             env, version = self.held
             return f'waiting for a group of env "{env}" from version {version}, which a further batch would make too old'
         return self._buffer.explain()
+
+    @property
+    def capacity(self) -> int:
+        """What every batch takes for certain, given that it is queued."""
+        return max(1, self._buffer.batch_size - self._spare)
+
+    @property
+    def _spare(self) -> int:
+        """What a batch may lack of its size: by tokens, less than a group; an exact batch lacks nothing."""
+        return min(self._yields.largest(), self._buffer.batch_size // 2) if self._count_tokens else 0
 
     # --- inside ------------------------------------------------------------------------------------------------------
 
@@ -280,10 +293,11 @@ class TrainSink:
         evicted: Sequence[Group] = self._buffer.evict_older_than(oldest)
         for group in evicted:
             self._count(group, -1)
-            self._record.evict_group(group, "stale")
+            # The rest of a group that was split cannot be asked again: the other part of it is trained on.
+            reason = "stale" if self._tasks.retry(group.task) else "split_rest"
+            self._record.evict_group(group, reason)
             self._mix.on_drop(group.env, group.rollouts, now=now)
-            self._facts.dropped(group.env, "split_rest" if group.part else "stale", group.rollouts)
-            self._tasks.retry(group.task)
+            self._facts.dropped(group.env, reason, group.rollouts)
         if evicted:
             log.warning("groups.evicted", groups=len(evicted), older_than=oldest)
 

@@ -1,44 +1,55 @@
 """What a group of each env adds to the queue: learnt from those that finished. Pure.
 
 Rollouts may yield any number of sequences, and sequences any number of tokens, so what is in flight is planned with
-the mean of an env's finished groups and twice its spread. Before the first one has finished nothing is known, and a
-group is taken to be as large as `FIRST_GUESS` says: planning too much at first would be finished work thrown away.
+the largest that an env's groups had lately. Until a few have finished, a group is taken to be as large as `FIRST_GUESS`
+says: planning too much at first would be finished work thrown away.
 """
 
 import math
+from collections import deque
 from collections.abc import Mapping
-
-_KEEP = 15 / 16
-"""How much of what was learnt the next group leaves."""
 
 FIRST_GUESS = 4
 """Sequences per rollout; by tokens, groups to a batch."""
+
+ENOUGH = 4
+"""Groups after which what they had is believed."""
+
+_RECENT = 64
 
 
 class Yields:
     """Remembers the size of each env's groups, in the unit of the batch."""
 
     def __init__(self, group_sizes: Mapping[str, int], *, batch_size: int, count_tokens: bool) -> None:
-        first = dict.fromkeys(group_sizes, batch_size // FIRST_GUESS)
         self._batch_size = batch_size
-        self._guess = (
-            first if count_tokens else {env: size * FIRST_GUESS for env, size in group_sizes.items()}
-        )
-        self._mean: dict[str, float] = {}
-        self._variance: dict[str, float] = {}
+        self._guess = {
+            env: batch_size // FIRST_GUESS if count_tokens else size * FIRST_GUESS
+            for env, size in group_sizes.items()
+        }
+        self._recent: dict[str, deque[int]] = {env: deque(maxlen=_RECENT) for env in group_sizes}
+        self._expected = {env: self._bounded(guess) for env, guess in self._guess.items()}
 
     def add(self, env: str, size: int) -> None:
         """A group of an env finished with this size."""
-        if env not in self._mean:
-            self._mean[env], self._variance[env] = float(size), 0.0
+        recent = self._recent[env]
+        recent.append(size)
+        if len(recent) < ENOUGH:
+            self._expected[env] = self._bounded(max(self._guess[env], max(recent)))
             return
-        change = size - self._mean[env]
-        self._mean[env] += (1 - _KEEP) * change
-        self._variance[env] = _KEEP * (self._variance[env] + (1 - _KEEP) * change * change)
+        mean = sum(recent) / len(recent)
+        spread = math.sqrt(sum((value - mean) ** 2 for value in recent) / len(recent))
+        # A single large group among many small ones is made up for by those.
+        few = max(recent) if len(recent) < 4 * ENOUGH else mean + 3 * spread
+        self._expected[env] = self._bounded(min(max(recent), math.ceil(few)))
 
     def expected(self, env: str) -> int:
         """What a group of an env will add at most, in all likelihood; never more than a batch."""
-        if env not in self._mean:
-            return max(1, min(self._guess[env], self._batch_size))
-        upper = self._mean[env] + 2 * math.sqrt(self._variance[env])
-        return max(1, min(math.ceil(upper - 1e-9), self._batch_size))
+        return self._expected[env]
+
+    def largest(self) -> int:
+        """The same, over all envs."""
+        return max(self._expected.values())
+
+    def _bounded(self, size: int) -> int:
+        return max(1, min(size, self._batch_size))

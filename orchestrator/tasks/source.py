@@ -54,9 +54,9 @@ class TrainSource:
         env = self.mix.try_pick(eligible)
         return None if env is None else self._streams[env].next()
 
-    def retry(self, task: TrainTask) -> None:
-        """Hand the task out again, before the env's others. A resolved task is not asked again."""
-        self._streams[task.env].retry(task.position)
+    def retry(self, task: TrainTask) -> bool:
+        """Hand the task out again, before the env's others; False for a resolved one, which is not asked again."""
+        return self._streams[task.env].retry(task.position)
 
     def resolve(self, task: TrainTask) -> None:
         """The task is done with: trained on, filtered or given up."""
@@ -113,12 +113,14 @@ class _Stream:
         self._next += 1
         return self._task(position)
 
-    def retry(self, position: int) -> None:
-        if self._is_resolved(position) or position in self._queued:
-            return
-        self._reach(position)
-        self._queued.add(position)
-        self._again.append(position)
+    def retry(self, position: int) -> bool:
+        if self._is_resolved(position):
+            return False
+        if position not in self._queued:
+            self._reach(position)
+            self._queued.add(position)
+            self._again.append(position)
+        return True
 
     def resolve(self, position: int) -> None:
         if self._is_resolved(position):

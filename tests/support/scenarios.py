@@ -1,0 +1,241 @@
+"""Random runs in virtual time: a scenario is plain values that can be printed, shrunk and replayed."""
+
+import random
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from hypothesis import strategies as st
+
+from orchestrator.dispatch.ports import Rules
+from orchestrator.groups.scoring import mean
+from orchestrator.run.settings import BatchSettings, Limits, RunSettings, TrainEnvSettings
+from orchestrator.run.status import build_status
+from orchestrator.simulate.world import Behaviour, World
+
+STEPS = 10
+
+
+@dataclass(frozen=True)
+class Env:
+    """One env of a scenario; `sequences` are the numbers that a rollout may yield."""
+
+    group_size: int = 4
+    minimum: float = 0.0
+    ratio: float = 1.0
+    latency: float = 1.0
+    spread: float = 0.5
+    loss: float = 0.0
+    sequences: tuple[int, ...] = (1,)
+    group_scored: bool = False
+    max_inflight: int | None = None
+    rollouts_per_minute: float | None = None
+    hangs: float = 0.0
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A configuration, and what happens to it."""
+
+    envs: tuple[Env, ...] = (Env(),)
+    batch_size: int = 16
+    unit: str = "sequences"
+    quotas: bool = False
+    on_starved: str = "redistribute"
+    on_stuck: str = "split"
+    max_buffered: float = 8.0
+    mode: str = "pace"
+    max_versions: int = 2
+    max_inflight: int = 64
+    servers: int = 1
+    capacity: int = 256
+    train_s: float = 1.0
+    load_s: float = 0.0
+    publish_every: int = 1
+    kills: tuple[float, ...] = ()
+    server_deaths: tuple[float, ...] = ()
+    endpoint_losses: tuple[float, ...] = ()
+    seed: int = 0
+
+    def settings(self) -> RunSettings:
+        total = sum(env.ratio for env in self.envs)
+        return RunSettings(
+            seed=self.seed,
+            max_steps=STEPS,
+            batch=BatchSettings(
+                size=self.batch_size,
+                unit=self.unit,  # type: ignore[arg-type]  # drawn from the allowed values
+                quotas=self.quotas,
+                on_starved=self.on_starved,  # type: ignore[arg-type]  # same
+                on_stuck=self.on_stuck,  # type: ignore[arg-type]  # same
+                stuck_after_s=10.0,
+                max_buffered=self.max_buffered,
+            ),
+            max_versions=self.max_versions,
+            mode=self.mode,  # type: ignore[arg-type]  # same
+            train=[
+                TrainEnvSettings(
+                    name=f"e{number}",
+                    split="train",
+                    num_tasks=None,
+                    target=env.ratio / total,
+                    group_size=env.group_size,
+                    limits=Limits(rollout_timeout_s=600.0, group_timeout_s=1800.0, max_attempts=3),
+                    minimum=0.0 if self.quotas else env.minimum,
+                    max_inflight=env.max_inflight,
+                    rollouts_per_minute=env.rollouts_per_minute,
+                )
+                for number, env in enumerate(self.envs)
+            ],
+            rules=Rules(backoff_s=0.5, max_backoff_s=30.0, min_valid=None, extra_rollouts=0, ramp_s=0.0),
+            advantage=mean,
+            keep_equal_rewards=True,
+            max_barren_batches=1000,
+            strategy="flow",
+        )
+
+    def world(self) -> World:
+        behaviours = {f"e{number}": _behaviour(env) for number, env in enumerate(self.envs)}
+        world = World(
+            self.settings(),
+            behaviours,
+            seed=self.seed,
+            max_inflight=self.max_inflight,
+            servers=self.servers,
+            capacity=self.capacity,
+            train_s=lambda rng: self.train_s * (0.5 + rng.random()),
+            load_s=lambda rng: self.load_s * rng.random(),
+            publish_every=self.publish_every,
+        )
+        names = list(behaviours)
+        for time_s in self.kills:
+            world.at(time_s, world.kill)
+        for number, time_s in enumerate(self.server_deaths):
+            env, server = names[number % len(names)], number % self.servers
+            world.at(time_s, lambda env=env, server=server: world.kill_server(env, server, away_s=5.0))  # type: ignore[misc]  # binds the loop's values
+        for time_s in self.endpoint_losses:
+            world.at(time_s, lambda: world.lose_endpoint(away_s=7.0))
+        return world
+
+
+def _behaviour(env: Env) -> Behaviour:
+    def latency(rng: random.Random) -> float:
+        if rng.random() < env.hangs:
+            return 1e9
+        return env.latency * rng.lognormvariate(0, env.spread)
+
+    return Behaviour(
+        latency=latency,
+        loss=env.loss,
+        group_scored=env.group_scored,
+        sequences=lambda rng: rng.choice(env.sequences),
+        length=lambda rng: rng.randint(1, 6),
+    )
+
+
+@dataclass
+class Played:
+    """What became of a scenario."""
+
+    world: World
+    finished: bool
+    why: str
+
+
+def play(scenario: Scenario, *, limit_s: float = 3e4, max_events: int = 60_000) -> Played:
+    """Run a scenario to its end, or until it is clear that it has none."""
+    world = scenario.world()
+    finished = world.play(until=lambda: bool(world.ended) or world.now > limit_s, max_events=max_events)
+    done = finished and bool(world.ended)
+    why = "" if done else explain(world)
+    return Played(world, done, why)
+
+
+def explain(world: World) -> str:
+    """What the run itself says of why it does not go on."""
+    status = build_status(world.run, world.now)
+    return f"t={world.now:.1f} step {status.step} trained {status.trained}: {status.waiting_for} | {status.buffer} | queued {dict(world.run.parts.sink.queued())} coming {dict(world.run.parts.pace.coming)} inflight {status.inflight}"
+
+
+def check(scenario: Scenario, played: Played) -> None:
+    """Everything that must hold of a finished run."""
+    world = played.world
+    assert played.finished, f"no progress: {played.why}"
+    steps = [step for step, _, _ in world.trained]
+    assert sorted(set(steps)) == list(range(1, STEPS + 1))
+    seen: dict[int, tuple[str, ...]] = {}
+    trained: Counter[str] = Counter()
+    for step, version, batch in world.trained:
+        ids = tuple(group.id for group in batch.groups)
+        assert seen.setdefault(step, ids) == ids, "a step that was served again is the same"
+        if scenario.unit == "sequences":
+            assert batch.size == scenario.batch_size
+        else:
+            assert sum(len(group.tokens) for group in batch.groups) <= scenario.batch_size
+        for group in batch.groups:
+            assert world.run.parts.versions.max_versions >= 0
+            ordinal = version // scenario.publish_every - group.version // scenario.publish_every
+            assert ordinal <= scenario.max_versions, f"step {step} has a group {ordinal} versions old"
+    for ids in seen.values():
+        trained.update(ids)
+    assert max(trained.values()) == 1, "a group is trained on once"
+    if (
+        scenario.mode == "pace"
+        and not scenario.kills
+        and not scenario.server_deaths
+        and scenario.on_stuck == "split"
+    ):
+        lost = [group.id for group, reason in world.journal.evicted if reason != "split_rest"]
+        assert not lost, f"pace threw finished groups away: {lost}"
+
+
+def _env(draw: st.DrawFn, batch_size: int) -> Env:
+    sequences = draw(st.sampled_from([(1,), (1,), (1,), (1, 2), (1, 2, 3), (2,), (1, 2, 3, 4)]))
+    largest = max(1, batch_size // max(sequences))
+    group_size = draw(st.integers(1, min(8, largest)))
+    return Env(
+        group_size=group_size,
+        minimum=draw(st.sampled_from([0.0, 0.0, 0.1, 0.2, 0.25, 0.4])),
+        ratio=draw(st.sampled_from([1.0, 1.0, 0.2, 3.0])),
+        latency=draw(st.sampled_from([0.05, 1.0, 1.0, 8.0])),
+        spread=draw(st.sampled_from([0.0, 0.5, 1.0])),
+        # A strict group survives only if all its members do.
+        loss=draw(st.sampled_from([0.0, 0.0, 0.05, 0.2, 0.8 if group_size == 1 else 0.3])),
+        sequences=sequences,
+        group_scored=draw(st.booleans()),
+        max_inflight=draw(st.sampled_from([None, None, None, 4, 16])),
+        rollouts_per_minute=draw(st.sampled_from([None, None, None, 60.0, 600.0])),
+    )
+
+
+@st.composite
+def scenarios(draw: st.DrawFn, **fixed: Any) -> Scenario:
+    """Any configuration that the check accepts, with any weather."""
+    batch_size = draw(st.sampled_from([8, 12, 16, 24, 32, 64]))
+    envs = tuple(_env(draw, batch_size) for _ in range(draw(st.integers(1, 3))))
+    if sum(env.minimum for env in envs) > 0.9:
+        envs = tuple(Env(**{**env.__dict__, "minimum": 0.0}) for env in envs)
+    unit = draw(st.sampled_from(["sequences", "sequences", "sequences", "tokens"]))
+    quotas = unit == "sequences" and draw(st.integers(0, 4)) == 0
+    times = st.lists(st.floats(0.1, 60.0).map(lambda x: round(x, 1)), max_size=3).map(tuple)
+    fields: dict[str, Any] = {
+        "envs": envs,
+        "batch_size": batch_size if unit == "sequences" else batch_size * 20,
+        "unit": unit,
+        "quotas": quotas,
+        "on_starved": draw(st.sampled_from(["redistribute", "wait"])) if quotas else "redistribute",
+        "max_buffered": draw(st.sampled_from([1.0, 1.5, 8.0])),
+        "mode": draw(st.sampled_from(["pace", "pace", "drop"])),
+        "max_versions": draw(st.integers(0, 4)),
+        "max_inflight": draw(st.sampled_from([4, 16, 64, 200])),
+        "servers": draw(st.integers(1, 3)),
+        "capacity": draw(st.sampled_from([8, 32, 256])),
+        "train_s": draw(st.sampled_from([0.0, 0.1, 1.0, 20.0])),
+        "load_s": draw(st.sampled_from([0.0, 0.0, 2.0, 10.0])),
+        "publish_every": draw(st.sampled_from([1, 1, 1, 3])),
+        "kills": draw(times) if draw(st.booleans()) else (),
+        "server_deaths": draw(times) if draw(st.booleans()) else (),
+        "endpoint_losses": draw(times) if draw(st.integers(0, 3)) == 0 else (),
+        "seed": draw(st.integers(0, 1000)),
+    }
+    return Scenario(**(fields | fixed))
