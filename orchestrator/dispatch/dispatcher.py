@@ -11,6 +11,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
+from envs.wire import Result
 from orchestrator.dispatch.ledger import Lane, Ledger, Outcome
 from orchestrator.dispatch.limits import Ramp, TokenBucket
 from orchestrator.dispatch.ports import (
@@ -28,7 +29,7 @@ from orchestrator.dispatch.ports import (
     TrainRules,
 )
 from orchestrator.dispatch.staleness import Staleness
-from orchestrator.dispatch.work import Attempt, PendingGroup, RunData, Verdict
+from orchestrator.dispatch.work import Attempt, PendingGroup, Verdict
 
 
 class Dispatcher:
@@ -88,7 +89,7 @@ class Dispatcher:
 
     # --- what comes in ---------------------------------------------------------------------------------------------
 
-    def finish(self, attempt: Attempt, result: RunData, now: float) -> None:
+    def finish(self, attempt: Attempt, result: Result, now: float) -> None:
         """An attempt brought rollouts back."""
         if attempt.ended:
             return

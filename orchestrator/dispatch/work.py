@@ -7,27 +7,11 @@ env has one line that yields all rollouts. Pure bookkeeping; `core` acts on what
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import Any
 
-from envs.rollout import Float32s, Int32s, Uint8s
-from envs.wire import RolloutHeader
+from envs.wire import Result
 from orchestrator.dispatch.ledger import Lane
 from orchestrator.tasks.task import TrainTask
-
-
-class RunData(Protocol):
-    """What a run that ended well brought back."""
-
-    @property
-    def rollouts(self) -> list[RolloutHeader]: ...
-    @property
-    def tokens(self) -> Int32s: ...
-    @property
-    def mask(self) -> Uint8s: ...
-    @property
-    def logprobs(self) -> Float32s: ...
-    @property
-    def transcript(self) -> bytes: ...
 
 
 class Verdict(StrEnum):
@@ -53,7 +37,7 @@ class PendingGroup:
     version_end: int = 0
     extra: int = 0
     endpoint: Any = None
-    results: list[RunData] = field(default_factory=list)
+    results: list[Result] = field(default_factory=list)
     valid: int = 0
     failed: int = 0
     failure: str = ""

@@ -49,28 +49,30 @@ class EnvSpec:
 
     name: str
     id: str
-    split: str = "train"
-    train: bool = True
-    args: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    model: str = "local"
-    sampling: Mapping[str, Any] = field(default_factory=dict)
-    system_prompt: str | None = None
-    api_key_env: str | None = None
-    python: str | None = None
-    workers: int = 1
-    addresses: tuple[str, ...] = ()
-    capacity: int = 256
-    ready_timeout_s: float = 120.0
-    silence_timeout_s: float = 30.0
-    reconnect_timeout_s: float = 600.0
-    ping_interval_s: float = 1.0
-    lease_s: float = 15.0
-    restart: RestartPolicy = field(default_factory=RestartPolicy)
-    keys: ClientKeys | None = None
-    insecure: bool = False
-    log_dir: Path = Path("logs")
-    log_level: str = "info"
-    log_format: LogFormat = "json"
+    split: str
+    train: bool
+    args: Mapping[str, Any] = field(repr=False)
+    model: str
+    sampling: Mapping[str, Any]
+    system_prompt: str | None
+    api_key_env: str | None
+    python: str | None
+    workers: int
+    addresses: tuple[str, ...]
+    capacity: int
+    ready_timeout_s: float
+    silence_timeout_s: float
+    reconnect_timeout_s: float
+    ping_interval_s: float
+    lease_s: float
+    restart: RestartPolicy
+    keys: ClientKeys | None
+    insecure: bool
+    withheld: frozenset[str]
+    """Environment variables that a spawned server does not get: the secrets of the service itself."""
+    log_dir: Path
+    log_level: str
+    log_format: LogFormat
 
 
 class ServerLauncher:
@@ -163,7 +165,9 @@ class ServerLauncher:
             first_line=msgspec.json.encode(instructions) + b"\n",
             log_path=spec.log_dir / f"{re.sub(r'[^A-Za-z0-9_.-]+', '_', server)}.log",
             environ={
-                **os.environ,
+                # What an environment draws from hashes is then the same in every process; the user may choose another.
+                "PYTHONHASHSEED": "0",
+                **{name: value for name, value in os.environ.items() if name not in spec.withheld},
                 "PYTHONPATH": os.pathsep.join(filter(None, path)),
                 "PYTHONUNBUFFERED": "1",
             },

@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from envs.rollout import Float32s, Int32s, Uint8s
-from orchestrator.dispatch.work import PendingGroup, RunData
+from envs.wire import Result
+from orchestrator.dispatch.work import PendingGroup
 from orchestrator.errors import ConfigError
 from orchestrator.groups.group import Group
 
@@ -101,7 +102,7 @@ def build_group(pending: PendingGroup, rewards: Floats, advantages: Floats, *, v
     )
 
 
-def _arrays(results: Sequence[RunData]) -> tuple[Int32s, Uint8s, Float32s]:
+def _arrays(results: Sequence[Result]) -> tuple[Int32s, Uint8s, Float32s]:
     if len(results) == 1:
         return results[0].tokens, results[0].mask, results[0].logprobs
     return (

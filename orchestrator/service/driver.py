@@ -10,11 +10,12 @@ from typing import Any, Protocol
 
 import structlog
 
+from envs import wire
 from orchestrator.dispatch.dispatcher import Dispatcher
 from orchestrator.dispatch.ledger import Lane
 from orchestrator.dispatch.ports import Cancel, GroupCompleted, GroupDropped, Start
 from orchestrator.dispatch.work import Attempt, PendingGroup
-from orchestrator.env_servers.env import Env, RolloutRequest, RunFailure, RunOutcome
+from orchestrator.env_servers.env import Answer, Env, RolloutRequest
 
 log = structlog.get_logger()
 
@@ -99,7 +100,7 @@ class Driver:
             for instruction in instructions:
                 match instruction:
                     case Start(attempt):
-                        self._start(attempt)
+                        self._start(attempt, now)
                     case Cancel(attempt):
                         self._envs[attempt.group.lane, attempt.group.env].cancel(attempt.request)
                         attempt.request = None
@@ -109,8 +110,14 @@ class Driver:
                     case GroupDropped(group, reason, again):
                         self._sink.dropped(group, reason, again=again, now=now)
 
-    def _start(self, attempt: Attempt) -> None:
+    def _start(self, attempt: Attempt, now: float) -> None:
         group = attempt.group
+        env = self._envs[group.lane, group.env]
+        server = env.reserve(attempt.count)
+        if server is None:
+            # Planned with room that another start of the same turn has taken.
+            self.core.fail(attempt, "no_room", retryable=True, lost=True, now=now)
+            return
         request = RolloutRequest(
             split=group.task.split,
             index=group.task.index,
@@ -122,24 +129,24 @@ class Driver:
             context=attempt,
         )
         attempt.request = request
-        self._envs[group.lane, group.env].submit(request, self._on_done)
+        env.submit(request, self._on_done, server=server)
 
-    def _on_done(self, request: RolloutRequest, outcome: RunOutcome) -> None:
-        """A run ended; called by the link, once per request."""
+    def _on_done(self, request: RolloutRequest, answer: Answer) -> None:
+        """A request ended; called by the link, once each."""
         attempt: Attempt = request.context
         now = self._clock()
         self.progressed = now
-        if isinstance(outcome, RunFailure):
+        if isinstance(answer, wire.Failure):
             if not attempt.ended:
-                self._log_failure(attempt, outcome)
-                if not outcome.lost:
-                    self._pool.note_failure(attempt.endpoint, outcome.kind)
-            self.core.fail(attempt, outcome.kind, retryable=outcome.retryable, lost=outcome.lost, now=now)
+                self._log_failure(attempt, answer)
+                if not answer.lost:
+                    self._pool.note_failure(attempt.endpoint, answer.kind)
+            self.core.fail(attempt, answer.kind, retryable=answer.retryable, lost=answer.lost, now=now)
         else:
             self._pool.note_success(attempt.endpoint)
             group = attempt.group
             group.version_end = max(group.version_end, attempt.endpoint.version_newest)
-            self.core.finish(attempt, outcome, now)
+            self.core.finish(attempt, answer, now)
         attempt.request = None
         try:
             self.perform(now)
@@ -149,7 +156,7 @@ class Driver:
             self._error = error
         self._wake.set()
 
-    def _log_failure(self, attempt: Attempt, failure: RunFailure) -> None:
+    def _log_failure(self, attempt: Attempt, failure: wire.Failure) -> None:
         """The first of a kind in full, then one line per hundred."""
         env = attempt.group.env
         seen = self._failures.get((env, failure.kind), 0) + 1

@@ -146,6 +146,16 @@ class Bad(Quick):
         "cancels_itself",
         "broken_pipe",
         "recursion",
+        "huge_reward",
+        "mask_of_two",
+        "negative_token",
+        "positive_logprob",
+        "logprob_of_a_prompt",
+        "too_large",
+        "no_unicode",
+        "interrupts",
+        "closes_itself",
+        "cannot_be_shown",
     )
 
     async def rollout(self, task: Task, model: Model) -> Any:
@@ -170,6 +180,7 @@ class Bad(Quick):
             rollout.metrics = {1: 1.0}  # type: ignore[dict-item]  # what a careless author does
         elif way == "no_sequences":
             rollout.sequences = []
+            return rollout
         elif way == "wrong_dtype":
             sequence.tokens = sequence.tokens.astype(np.int64)
         elif way == "infinite_logprob":
@@ -180,7 +191,38 @@ class Bad(Quick):
             raise BrokenPipeError("the sandbox went away")
         elif way == "recursion":
             return await self.rollout(task, model)
+        return self._worse(way, rollout)
+
+    def _worse(self, way: str, rollout: Rollout) -> Rollout:
+        sequence = rollout.sequences[0]
+        if way == "huge_reward":
+            rollout.reward = 1e308
+        elif way == "mask_of_two":
+            sequence.mask[3] = 2
+        elif way == "negative_token":
+            sequence.tokens[3] = -1
+        elif way == "positive_logprob":
+            sequence.logprobs[3] = 0.5
+        elif way == "logprob_of_a_prompt":
+            sequence.mask[0] = 0
+        elif way == "too_large":
+            rollout.stop_reason = "x" * 5_000_000
+        elif way == "no_unicode":
+            rollout.messages = [{"role": "user", "content": "\ud800"}]
+        elif way == "interrupts":
+            raise KeyboardInterrupt
+        elif way == "closes_itself":
+            raise GeneratorExit
+        elif way == "cannot_be_shown":
+            raise Unshowable
         return rollout
+
+
+class Unshowable(Exception):  # noqa: N818  as an author may call it
+    """Raises when it is shown."""
+
+    def __str__(self) -> str:
+        raise SystemExit("\ud800")
 
 
 class Ranked(Quick):
