@@ -12,7 +12,6 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import zmq
 import zmq.utils.z85
@@ -20,7 +19,6 @@ import zmq.utils.z85
 from envs.drained import DrainedSocket
 
 _Z85 = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
-_LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1", "[::1]"})
 
 
 class KeyFileError(ValueError):
@@ -105,12 +103,6 @@ def read_pair(source: str | Path) -> KeyPair:
 def read_client_keys(*, server_key: str | Path, client_key: str | Path) -> ClientKeys:
     """What a client needs, from the server's public key and the client's own secret key."""
     return ClientKeys(read_pair(client_key), read_key(server_key))
-
-
-def off_loopback(address: str) -> bool:
-    """Whether others than this machine can reach an address, or be reached at it."""
-    parts = urlsplit(address)
-    return parts.scheme == "tcp" and (parts.hostname or "*") not in _LOOPBACK
 
 
 def secure_client(socket: zmq.Socket[bytes], keys: ClientKeys) -> None:

@@ -22,8 +22,9 @@ import structlog
 import zmq
 
 from envs import wire
+from envs.addresses import is_loopback
 from envs.answering import Responder
-from envs.curve import Gatekeeper, off_loopback, secure_server
+from envs.curve import Gatekeeper, secure_server
 from envs.drained import DrainedSocket
 from envs.environment import Environment
 from envs.errors import EnvironmentLoadError
@@ -106,7 +107,7 @@ class EnvServer:
 
     def _bind(self) -> Gatekeeper | None:
         spec, keys = self._spec, self._spec.keys
-        if off_loopback(spec.bind) and keys is None and not spec.insecure:
+        if not is_loopback(spec.bind) and keys is None and not spec.insecure:
             raise ServerStartError(
                 f"{spec.bind} can be reached by other machines and there are no CURVE keys; "
                 "make some with `orchestrator env keygen`, or allow it with insecure = true"

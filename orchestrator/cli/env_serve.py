@@ -19,7 +19,8 @@ from urllib.parse import urlsplit
 import msgspec
 import structlog
 
-from envs.curve import off_loopback, read_key, read_pair
+from envs.addresses import is_loopback
+from envs.curve import read_key, read_pair
 from envs.loader import parse_id
 from envs.logs import configure_logging
 from envs.server_spec import EXIT_STARTUP, ServerSpec
@@ -54,7 +55,7 @@ def build_specs(
     clients = [read_key(source) for source in client_keys]
     if bool(pair) != bool(clients):
         raise UsageError("--secret-key-file and --client-key-file belong together; see `env keygen`")
-    if off_loopback(bind) and pair is None and not insecure:
+    if not is_loopback(bind) and pair is None and not insecure:
         raise UsageError(
             f"{bind} can be reached by other machines and there are no keys; make some with"
             " `orchestrator env keygen DIR`, or allow it with --insecure"

@@ -25,7 +25,8 @@ import zmq
 
 import envs
 from envs import wire
-from envs.curve import ClientKeys, off_loopback
+from envs.addresses import is_loopback
+from envs.curve import ClientKeys
 from envs.logs import LogFormat
 from envs.server_spec import ServerSpec
 from envs.sessions import canonical_id
@@ -87,7 +88,7 @@ class ServerLauncher:
         if len(set(spec.addresses)) != len(spec.addresses):
             raise EnvError(spec.name, f"an address is listed twice: {', '.join(spec.addresses)}")
         for address in spec.addresses:
-            if off_loopback(address) and spec.keys is None and not spec.insecure:
+            if not is_loopback(address) and spec.keys is None and not spec.insecure:
                 raise EnvError(
                     spec.name,
                     f"{address} is reached over the network without CURVE keys; "

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import structlog
 
 from envs import wire
+from envs.backoff import backoff_s
 from orchestrator.env_servers.link import Link, LinkListener
 from orchestrator.env_servers.processes import ChildProcess, describe_exit
 from orchestrator.errors import EnvError, EnvLostError, EnvProtocolError, EnvStartupError
@@ -54,9 +55,10 @@ class RestartBudget:
             self._restarts.popleft()
         if len(self._restarts) >= self._policy.max_restarts:
             return None
-        delay = self._policy.first_delay_s * 2.0 ** min(len(self._restarts), 32)
         self._restarts.append(now)
-        return min(delay, self._policy.max_delay_s)
+        return backoff_s(
+            len(self._restarts), first_s=self._policy.first_delay_s, max_s=self._policy.max_delay_s
+        )
 
 
 class Launcher(Protocol):

@@ -12,7 +12,7 @@ import pytest
 import zmq
 
 from envs import wire
-from envs.curve import off_loopback
+from envs.addresses import is_loopback
 from orchestrator.env_servers.env import Env, EvalEnv, TrainEnv, TrainEnvs, side_by_side
 from orchestrator.env_servers.launching import PrivateDirectory, ServerLauncher
 from orchestrator.env_servers.requests import RolloutRequest
@@ -90,6 +90,7 @@ def test_a_server_of_another_environment_is_refused_by_the_client_too(
     [
         ("tcp://127.0.0.1:7000", False),
         ("tcp://localhost:7000", False),
+        ("tcp://127.0.0.2:7000", False),
         ("tcp://[::1]:7000", False),
         ("ipc:///tmp/x", False),
         ("tcp://0.0.0.0:7000", True),
@@ -103,7 +104,7 @@ def test_loopback_is_told_from_the_network(
     address: str, off: bool, launcher: Callable[..., ServerLauncher]
 ) -> None:
     """An address on the network needs keys or an explicit word."""
-    assert off_loopback(address) is off
+    assert is_loopback(address) is not off
     if off:
         with pytest.raises(EnvError, match="insecure = true"):
             launcher(addresses=(address,))
