@@ -9,14 +9,19 @@ owner alone, and secrets do not appear in any repr or error message.
 import asyncio
 import os
 import re
+import stat
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 
+import structlog
 import zmq
 import zmq.utils.z85
 
 from envs.drained import DrainedSocket
+
+log = structlog.get_logger()
 
 _Z85 = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 
@@ -92,12 +97,24 @@ def read_key(source: str | Path) -> str:
 
 
 def read_pair(source: str | Path) -> KeyPair:
-    """The pair of a secret key; the public half follows from it."""
+    """The pair of a secret key; the public half follows from it. A file that others can read is pointed out."""
     secret = read_key(source)
+    if not str(source).startswith("env:"):
+        _warn_of_loose_permissions(Path(source).absolute())
     try:
         return KeyPair(zmq.curve_public(secret.encode()).decode(), secret)
     except (zmq.ZMQError, ValueError):
         raise KeyFileError(f"{source} does not hold a CURVE secret key") from None
+
+
+@lru_cache(maxsize=64)
+def _warn_of_loose_permissions(path: Path) -> None:
+    """Once for each file, however many environments use it."""
+    mode = path.stat().st_mode
+    if mode & (stat.S_IRWXG | stat.S_IRWXO):
+        log.warning(
+            "key.readable_by_others", file=str(path), mode=oct(stat.S_IMODE(mode)), remedy=f"chmod 600 {path}"
+        )
 
 
 def read_client_keys(*, server_key: str | Path, client_key: str | Path) -> ClientKeys:

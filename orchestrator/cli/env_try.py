@@ -7,6 +7,7 @@ passes there. Without a base URL the small local policy answers.
 import asyncio
 import contextlib
 import os
+import re
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -31,6 +32,8 @@ from orchestrator.cli.env import UsageError
 EXIT_FAILED = 1
 EXIT_STARTUP = 3
 _TEXT_CHARS = 4000
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+"""What a terminal obeys instead of showing it; line ends and tabs stay."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,8 +95,8 @@ async def _try(spec: TrySpec, environment: Environment, settings: ModelSettings,
             tasks = "unbounded" if count is None else f"{count} tasks"
             scored = ", scored as a group" if responder.group_scored else ""
             console.print(
-                f"{escape(spec.id)}  split {split} ({tasks}), task {spec.index}{scored}; "
-                f"model {escape(settings.model)} at {shown_url(base_url)}"
+                f"{_shown(spec.id)}  split {split} ({tasks}), task {spec.index}{scored}; "
+                f"model {_shown(settings.model)} at {shown_url(base_url)}"
             )
             answers = await _run(spec, split, responder, settings, base_url)
         finally:
@@ -169,10 +172,10 @@ def _show(answer: wire.Result | wire.Failure, console: Console) -> bool:
     if isinstance(answer, wire.Failure):
         again = "may help" if answer.retryable else "will not help"
         console.rule(f"rollout {answer.id + 1} failed", align="left")
-        console.print(f"{escape(answer.kind)}: {escape(answer.message)} (another attempt {again})")
+        console.print(f"{_shown(answer.kind)}: {_shown(answer.message)} (another attempt {again})")
         # Other kinds say it all in their message; only the environment's own exceptions need their place.
         if answer.kind == "error" and answer.detail:
-            console.print(escape(answer.detail.rstrip()), style="dim")
+            console.print(_shown(answer.detail.rstrip()), style="dim")
         return True
     transcripts = msgspec.msgpack.decode(answer.transcript)
     start = 0
@@ -180,10 +183,15 @@ def _show(answer: wire.Result | wire.Failure, console: Console) -> bool:
         end = start + sum(header.lengths)
         console.rule(f"rollout {answer.id + number + 1}  reward {header.reward:g}", align="left")
         for message in transcript["messages"]:
-            console.print(f"[bold]{escape(str(message.get('role', '?')))}[/bold]  {escape(_said(message))}")
+            console.print(f"[bold]{_shown(str(message.get('role', '?')))}[/bold]  {_shown(_said(message))}")
         console.print(_facts(header, answer, start, end), style="dim")
         start = end
     return False
+
+
+def _shown(text: str) -> str:
+    """Text of others as it may be printed: it neither moves the cursor nor is it taken for markup."""
+    return escape(_CONTROL.sub("", text))
 
 
 def _said(message: dict[str, Any]) -> str:
@@ -208,7 +216,7 @@ def _facts(header: wire.RolloutHeader, answer: wire.Result, start: int, end: int
         parts.append(f"sequences {_join(header.lengths)}, sampled {sampled}, mean log-probability {mean:.3f}")
     parts += [f"{name} {value * 1000:.1f} ms" for name, value in header.timings.items()]
     parts += [f"{name} {value:g}" for name, value in header.metrics.items()]
-    return " · ".join(escape(part) for part in parts)
+    return " · ".join(_shown(part) for part in parts)
 
 
 def _join(lengths: Sequence[int]) -> str:

@@ -1,6 +1,6 @@
 """Child processes that never outlive us, and whose end is seen at once.
 
-A child gets its own session, its output goes to a log file, and one line (its instructions) to its standard
+A child gets its own session, its output goes to a log file that is kept within a bound, and one line (its instructions) to its standard
 input, which then stays open as the lifeline that tells it that we live; children that set the parent-death
 signal are killed by the kernel even when we die by SIGKILL. Its exit is an event on its process descriptor,
 not a poll. Stopping is SIGTERM, a grace period, SIGKILL of the whole process group, and a bounded wait; what
@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import fcntl
 import os
+import shutil
 import signal
 import subprocess
 import threading
@@ -28,7 +29,10 @@ KILL_WAIT_S = 10.0
 
 _PIPE_BYTES = 64 * 1024
 _TAIL_BYTES = 16 * 1024
-_LOG_BYTES = 64 * 1024 * 1024
+LOG_BYTES = 64 * 1024 * 1024
+"""Size at which a log file becomes the `.old.log` and begins anew."""
+
+_LOOK_AT_LOG_S = 5.0
 
 
 class ChildProcess:
@@ -41,12 +45,17 @@ class ChildProcess:
         first_line: bytes,
         log_path: Path,
         environ: Mapping[str, str] | None = None,
+        log_bytes: int = LOG_BYTES,
+        look_at_log_s: float = _LOOK_AT_LOG_S,
     ) -> None:
         """Start it; OSError when it cannot be started at all."""
         self._loop = asyncio.get_running_loop()
         self.exited: asyncio.Future[int] = self._loop.create_future()
         self._log_path = log_path
-        with _open_log(log_path) as out:
+        self._log_bytes = log_bytes
+        self._look_at_log_s = look_at_log_s
+        self._rotation: asyncio.Future[None] | None = None
+        with _open_log(log_path, log_bytes) as out:
             self._log_start = out.tell()
             self._popen = subprocess.Popen(
                 argv,
@@ -62,6 +71,7 @@ class ChildProcess:
             self._loop.add_reader(self._pidfd, self._on_exit)
         else:
             threading.Thread(target=self._wait_in_thread, name=f"wait-{self.pid}", daemon=True).start()
+        self._log_timer = self._loop.call_later(look_at_log_s, self._look_at_log)
         self._write(first_line)
 
     @property
@@ -113,6 +123,7 @@ class ChildProcess:
 
     def _on_exit(self) -> None:
         """The child ended; called once, on the loop."""
+        self._log_timer.cancel()
         if self._pidfd is not None:
             self._loop.remove_reader(self._pidfd)
             os.close(self._pidfd)
@@ -126,6 +137,15 @@ class ChildProcess:
             self._popen.stdin.close()
         if not self.exited.done():
             self.exited.set_result(code)
+
+    def _look_at_log(self) -> None:
+        """Begin a new log file when the present one is full. The child keeps writing to it, so it is copied and emptied."""
+        self._log_timer = self._loop.call_later(self._look_at_log_s, self._look_at_log)
+        copying = self._rotation is not None and not self._rotation.done()
+        with contextlib.suppress(OSError):
+            if not copying and self._log_path.stat().st_size > self._log_bytes:
+                self._log_start = 0
+                self._rotation = self._loop.run_in_executor(None, _rotate, self._log_path)
 
     def _wait_in_thread(self) -> None:
         """Where there are no process descriptors, a thread waits without reaping."""
@@ -147,15 +167,24 @@ def describe_exit(code: int | None) -> str:
         return f"was ended by signal {-code}"
 
 
-def _open_log(path: Path) -> BinaryIO:
+def _open_log(path: Path, max_bytes: int) -> BinaryIO:
     path.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(FileNotFoundError):
-        # A server that is restarted for ever must not fill the disk with its last words.
-        if path.stat().st_size > _LOG_BYTES:
+        # A server that is restarted for ever must not fill the disk with what it says at its end.
+        if path.stat().st_size > max_bytes:
             path.replace(path.with_suffix(".old.log"))
     file = path.open("ab")
     file.seek(0, os.SEEK_END)
     return file
+
+
+def _rotate(path: Path) -> None:
+    """Off the loop. Lines that arrive between the copy and the cut are lost; the file stays open in the child."""
+    try:
+        shutil.copyfile(path, path.with_suffix(".old.log"))
+        os.truncate(path, 0)
+    except OSError as error:
+        log.warning("process.log_not_rotated", path=str(path), why=str(error))
 
 
 def _open_pidfd(pid: int) -> int | None:
