@@ -2,7 +2,7 @@
 
 `python -m envs.server` reads its `ServerSpec` as one line of JSON from standard input (so that no secret is
 ever in an argument list) and serves until SIGTERM, or until standard input ends, which is how it notices
-that its parent has gone; on Linux the kernel kills it then in any case.
+that its parent has gone. Those who spawn it put a keeper in between, see `envs.keeper`.
 The environment is made on the main thread before the event loop starts. Being bound is being alive, `setup`
 having returned is being ready. The server never ends on its own: what a rollout does is the rollout's
 outcome. Exit codes: 0 asked to stop, 3 could not start, 1 a bug or a rollout that could not be stopped.
@@ -273,9 +273,6 @@ def main() -> int:
     if not line:
         return EXIT_STARTUP
     spec = msgspec.json.decode(line, type=ServerSpec)
-    if not lifeline.die_with(spec.parent_pid):
-        return EXIT_STARTUP
-    lifeline.start_keeper()
     configure_logging(spec.log_level, spec.log_format, server=spec.name)
 
     def watch_parent(server: EnvServer) -> None:
@@ -287,10 +284,7 @@ def main() -> int:
 
         lifeline.watch(stop, kill_after_s=_STOP_REQUESTS_S + _CLOSE_ENVIRONMENT_S + 2.0)
 
-    try:
-        return run_server(spec, on_start=watch_parent)
-    finally:
-        lifeline.stop_keeper()
+    return run_server(spec, on_start=watch_parent)
 
 
 if __name__ == "__main__":

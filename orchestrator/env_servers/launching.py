@@ -24,7 +24,7 @@ import structlog
 import zmq
 
 import envs
-from envs import wire
+from envs import keeper, wire
 from envs.addresses import is_loopback
 from envs.curve import ClientKeys
 from envs.logs import LogFormat
@@ -156,13 +156,13 @@ class ServerLauncher:
             key_variables=[spec.api_key_env] if spec.api_key_env else [],
             log_level=spec.log_level,
             log_format=spec.log_format,
-            parent_pid=os.getpid(),
         )
         # Our `envs` comes first, from a directory that holds nothing else, so that another interpreter finds
         # it and a directory of that name in the working directory does not hide it.
         path = [str(self._directory.path / "lib"), str(Path.cwd()), os.environ.get("PYTHONPATH", "")]
         child = ChildProcess(
-            [spec.python or sys.executable, "-P", "-m", "envs.server"],
+            server_command(spec.python or sys.executable, "-P"),
+            kept=True,
             first_line=msgspec.json.encode(instructions) + b"\n",
             log_path=spec.log_dir / f"{re.sub(r'[^A-Za-z0-9_.-]+', '_', server)}.log",
             environ={
@@ -229,6 +229,11 @@ class ServerLauncher:
                 if isinstance(record, dict) and record.get("event") == "server.start_failed":
                     return str(record.get("why"))
         return ""
+
+
+def server_command(python: str, *options: str) -> list[str]:
+    """The command line of an env server under an interpreter, with the keeper that ends whatever it leaves."""
+    return [python, "-I", "-S", keeper.__file__, python, *options, "-m", "envs.server"]
 
 
 class PrivateDirectory:

@@ -1,11 +1,12 @@
 """Child processes that never outlive us, and whose end is seen at once.
 
 A child gets its own session, its output goes to a log file that is kept within a bound, and one line (its instructions) to its standard
-input, which then stays open as the lifeline that tells it that we live; children that set the parent-death
-signal are killed by the kernel even when we die by SIGKILL. Its exit is an event on its process descriptor,
-not a poll. Stopping is SIGTERM, a grace period, SIGKILL of the whole process group, and a bounded wait; what
-a child leaves behind in its group is killed when it exits.
-Must be used from the main thread: the parent-death signal follows the thread that started the child.
+input, which then stays open as the lifeline that tells it that we live. Its exit is an event on its process
+descriptor, not a poll. Stopping is SIGTERM, a grace period, SIGKILL of the whole process group, and a bounded
+wait; what a child leaves behind in its group is killed when it exits. A child that is a keeper (`envs.keeper`) is
+killed by the end of its lifeline instead, so that it can take all that descends from it along, and as a group only
+if it does not.
+Must be used from the main thread: a parent-death signal that a child sets follows the thread that started it.
 """
 
 import asyncio
@@ -27,6 +28,9 @@ log = structlog.get_logger()
 KILL_WAIT_S = 10.0
 """How long the kernel may take to end a process after SIGKILL."""
 
+_KEEPER_S = 2.0
+"""How long a keeper may take to kill what it keeps before it is killed itself."""
+
 _PIPE_BYTES = 64 * 1024
 _TAIL_BYTES = 16 * 1024
 LOG_BYTES = 64 * 1024 * 1024
@@ -43,25 +47,27 @@ class ChildProcess:
         argv: Sequence[str],
         *,
         first_line: bytes,
-        log_path: Path,
+        log_path: Path | None,
+        kept: bool = False,
         environ: Mapping[str, str] | None = None,
         log_bytes: int = LOG_BYTES,
         look_at_log_s: float = _LOOK_AT_LOG_S,
     ) -> None:
-        """Start it; OSError when it cannot be started at all."""
+        """Start it; OSError when it cannot be started at all. Without `log_path` its output goes where ours does."""
         self._loop = asyncio.get_running_loop()
         self.exited: asyncio.Future[int] = self._loop.create_future()
         self._log_path = log_path
         self._log_bytes = log_bytes
         self._look_at_log_s = look_at_log_s
         self._rotation: asyncio.Future[None] | None = None
-        with _open_log(log_path, log_bytes) as out:
-            self._log_start = out.tell()
+        self._kept = kept
+        with _open_log(log_path, log_bytes) if log_path is not None else contextlib.nullcontext() as out:
+            self._log_start = out.tell() if out is not None else 0
             self._popen = subprocess.Popen(
                 argv,
                 stdin=subprocess.PIPE,
                 stdout=out,
-                stderr=subprocess.STDOUT,
+                stderr=subprocess.STDOUT if out is not None else None,
                 env=None if environ is None else dict(environ),
                 start_new_session=True,
             )
@@ -80,6 +86,8 @@ class ChildProcess:
 
     def log_tail(self, lines: int = 20) -> str:
         """The last lines that this child wrote."""
+        if self._log_path is None:
+            return ""
         try:
             with self._log_path.open("rb") as file:
                 end = file.seek(0, os.SEEK_END)
@@ -90,10 +98,15 @@ class ChildProcess:
         return "\n".join(text.splitlines()[-lines:])
 
     def kill(self) -> None:
-        """SIGKILL to the whole group, at once."""
-        if self.running:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.pid, signal.SIGKILL)
+        """Have it killed at once, with all that it started."""
+        if not self.running:
+            return
+        if self._kept:
+            self._close_lifeline()
+            # Should the keeper itself be stuck; a timer that outlives the child does nothing.
+            self._loop.call_later(_KEEPER_S, self._kill_group)
+        else:
+            self._kill_group()
 
     async def stop(self, *, grace_s: float) -> int | None:
         """End the child within `grace_s` plus a bounded wait; its return code, None if even SIGKILL did not help."""
@@ -110,6 +123,16 @@ class ChildProcess:
             log.error("process.unkillable", pid=self.pid)
             return None
         return self.exited.result()
+
+    def _kill_group(self) -> None:
+        if self.running:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)
+
+    def _close_lifeline(self) -> None:
+        assert self._popen.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._popen.stdin.close()
 
     def _write(self, line: bytes) -> None:
         """Hand over the instructions; a child that died already is reported by its exit."""
@@ -132,9 +155,7 @@ class ChildProcess:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
         code = self._popen.wait()
-        assert self._popen.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._popen.stdin.close()
+        self._close_lifeline()
         if not self.exited.done():
             self.exited.set_result(code)
 
@@ -143,7 +164,7 @@ class ChildProcess:
         self._log_timer = self._loop.call_later(self._look_at_log_s, self._look_at_log)
         copying = self._rotation is not None and not self._rotation.done()
         with contextlib.suppress(OSError):
-            if not copying and self._log_path.stat().st_size > self._log_bytes:
+            if self._log_path is not None and not copying and self._log_path.stat().st_size > self._log_bytes:
                 self._log_start = 0
                 self._rotation = self._loop.run_in_executor(None, _rotate, self._log_path)
 

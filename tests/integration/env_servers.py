@@ -14,6 +14,7 @@ import msgspec
 from envs import wire
 from envs.server_spec import ServerSpec
 from orchestrator.env_servers.env import Answer, Env, EnvSpec, RolloutRequest
+from orchestrator.env_servers.launching import server_command
 from orchestrator.env_servers.processes import ChildProcess
 from tests.support.env_specs import env_spec
 
@@ -125,11 +126,10 @@ def free_port() -> int:
 
 def start_server(tmp_path: Path, bind: str, environment: str = "Quick", **fields: Any) -> ChildProcess:
     """A server as an operator elsewhere would run it: not spawned by an Env."""
-    server_spec = ServerSpec(
-        name="elsewhere", id=f"{MODULE}:{environment}", bind=bind, parent_pid=os.getpid(), **fields
-    )
+    server_spec = ServerSpec(name="elsewhere", id=f"{MODULE}:{environment}", bind=bind, **fields)
     server = ChildProcess(
-        [sys.executable, "-m", "envs.server"],
+        server_command(sys.executable),
+        kept=True,
         first_line=msgspec.json.encode(server_spec) + b"\n",
         log_path=tmp_path / "elsewhere.log",
         environ={**os.environ, "PYTHONPATH": str(ROOT)},

@@ -247,12 +247,17 @@ class Chatting(Quick):
 class Sandboxed(Quick):
     """Starts a process of its own for every rollout and waits for it."""
 
-    def __init__(self, pids: str) -> None:
+    def __init__(self, pids: str, own_session: bool = False) -> None:
         super().__init__()
         self._pids = Path(pids)
+        self._own_session = own_session
 
     async def rollout(self, task: Task, model: Model) -> Rollout:
-        process = subprocess.Popen(["sleep", "600"])  # noqa: ASYNC220  left running on purpose
+        process = subprocess.Popen(["sleep", "600"], start_new_session=self._own_session)  # noqa: ASYNC220  left running on purpose
+        if self._own_session:
+            # One whose parent has gone, as daemons arrange it.
+            code = 'setsid sleep 600 & echo $! >> "$0"'
+            subprocess.run(["sh", "-c", code, str(self._pids)], check=True)  # noqa: ASYNC221  returns at once
         with self._pids.open("a") as file:
             file.write(f"{process.pid}\n")
         await asyncio.Event().wait()

@@ -348,6 +348,24 @@ async def test_processes_that_an_environment_started_end_with_its_server(tmp_pat
     await until(lambda: not any(map(alive, lines(pids))))
 
 
+@pytest.mark.parametrize("how", ["stopped", "killed"])
+async def test_processes_in_sessions_of_their_own_end_with_their_server(how: str, tmp_path: Path) -> None:
+    """Those of a rollout that were started as daemons come to the server's keeper, which ends them."""
+    pids = tmp_path / "pids"
+    environment = spec(tmp_path, "Sandboxed", args={"pids": str(pids), "own_session": True})
+    async with Env(environment) as env:
+        asked = Asked(env)
+        asked.submit(request(0))
+        await until(lambda: len(list(lines(pids))) == 2)
+        assert all(map(alive, lines(pids)))
+        if how == "killed":
+            os.kill(server_pids(env)["sandboxed-0"], signal.SIGKILL)
+            [end] = await asked.wait()
+            assert failure(end).lost
+            await until(lambda: not any(map(alive, lines(pids))))
+    await until(lambda: not any(map(alive, lines(pids))))
+
+
 ORCHESTRATOR = f"""
 import asyncio, pathlib, sys
 from orchestrator.env_servers.env import Env, RolloutRequest
@@ -356,7 +374,7 @@ def ask(env, index, url):
     env.submit(RolloutRequest("train", index, url), print, server=env.reserve(1))
 async def main(where, address):
     where = pathlib.Path(where)
-    own = env_spec(name="own", id="{MODULE}:Sandboxed", args={{"pids": str(where / "sandboxes")}}, workers=2,
+    own = env_spec(name="own", id="{MODULE}:Sandboxed", args={{"pids": str(where / "sandboxes"), "own_session": True}}, workers=2,
                   log_dir=where / "logs")
     other = env_spec(name="other", id="{MODULE}:Chatting", addresses=(address,))
     async with Env(own) as env, Env(other) as elsewhere:
@@ -379,7 +397,7 @@ async def test_the_death_of_the_orchestrator_ends_everything_it_started(tmp_path
             sys.executable, "-c", ORCHESTRATOR, str(tmp_path), address, endpoint.base_url
         )
         try:
-            await until(lambda: len(list(lines(tmp_path / "sandboxes"))) == 2)
+            await until(lambda: len(list(lines(tmp_path / "sandboxes"))) == 4)
             await endpoint.arrived.wait()
             servers = list(lines(tmp_path / "servers"))
             assert len(servers) == 2

@@ -60,7 +60,13 @@ def eval_settings(**fields: Any) -> EvalSettings:
 
 def server_pids(env: Env) -> dict[str, int]:
     """Processes of the servers that an environment spawned, by server name."""
-    return {slot.name: slot.process.pid for slot in env._slots if slot.process is not None}
+    return {slot.name: kept_by(slot.process.pid) for slot in env._slots if slot.process is not None}
+
+
+def kept_by(keeper: int) -> int:
+    """The process that a keeper keeps, its first child; the keeper itself before there is one."""
+    children = Path(f"/proc/{keeper}/task/{keeper}/children").read_text().split()
+    return int(children[0]) if children else keeper
 
 
 def free_room(env: Env) -> int:
