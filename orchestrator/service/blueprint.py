@@ -133,7 +133,10 @@ def _env_spec(
 
 
 def own_secrets(config: Config) -> frozenset[str]:
-    """Environment variables that only the service itself reads; env servers do not get them."""
+    """Environment variables that only the service itself reads; env servers do not get them.
+
+    All else, such as the API key of a judge, is an environment's own affair and stays.
+    """
     sources = [config.trainer.secret_key_file, *config.trainer.trainer_key_files]
     sections: list[EnvSection] = [*config.train.env, *config.eval.env]
     for section in sections:
@@ -141,7 +144,7 @@ def own_secrets(config: Config) -> frozenset[str]:
     named = {source.removeprefix("env:") for source in sources if source and source.startswith("env:")}
     if config.http.token_env:
         named.add(config.http.token_env)
-    return frozenset(named)
+    return frozenset(named - {config.inference.api_key_env})
 
 
 def build_train_envs(config: Config) -> TrainEnvs:

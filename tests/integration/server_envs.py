@@ -271,6 +271,14 @@ class WhereAmI(Quick):
         return fixed_rollout(task["index"], messages=[{"role": "system", "content": sys.prefix}])
 
 
+class Surroundings(Quick):
+    """Tells the environment variables that it has, and a hash."""
+
+    async def rollout(self, task: Task, model: Model) -> Rollout:
+        said = {"role": "system", "content": dict(os.environ), "hash": hash("reverse")}
+        return fixed_rollout(task["index"], messages=[said])
+
+
 def lines(path: Path) -> Iterator[int]:
     """The process ids in a file."""
     if path.exists():

@@ -348,6 +348,36 @@ async def test_processes_that_an_environment_started_end_with_its_server(tmp_pat
     await until(lambda: not any(map(alive, lines(pids))))
 
 
+async def test_a_server_gets_every_variable_but_the_secrets_of_the_service(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What an environment needs of its own, such as the key of a judge, stays."""
+    monkeypatch.setenv("SERVICE_TOKEN", "secret")
+    monkeypatch.setenv("JUDGE_KEY", "needed")
+    async with Env(spec(tmp_path, "Surroundings", withheld=frozenset({"SERVICE_TOKEN", "UNSET"}))) as env:
+        ended = result(await env.run_rollout(request(0)))
+    variables = msgspec.msgpack.decode(ended.transcript)[0]["messages"][0]["content"]
+    assert variables["JUDGE_KEY"] == "needed"
+    assert "secret" not in variables.values()
+
+
+@pytest.mark.parametrize("chosen", [None, "7"])
+async def test_hashes_are_the_same_in_every_server_process(
+    chosen: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An environment that orders its tasks by hashes has the same tasks in all; a seed of the user's own holds."""
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    if chosen is not None:
+        monkeypatch.setenv("PYTHONHASHSEED", chosen)
+    async with Env(spec(tmp_path, "Surroundings", workers=2, capacity=1)) as env:
+        asked = Asked(env)
+        asked.submit(request(0), request(1))
+        ended = [result(answer) for answer in await asked.wait()]
+    said = [msgspec.msgpack.decode(one.transcript)[0]["messages"][0] for one in ended]
+    assert [one["content"]["PYTHONHASHSEED"] for one in said] == [chosen or "0"] * 2
+    assert said[0]["hash"] == said[1]["hash"]
+
+
 @pytest.mark.parametrize("how", ["stopped", "killed"])
 async def test_processes_in_sessions_of_their_own_end_with_their_server(how: str, tmp_path: Path) -> None:
     """Those of a rollout that were started as daemons come to the server's keeper, which ends them."""
