@@ -25,7 +25,8 @@ import zmq
 
 from benchmarks.frame import Figure, median_and_spread
 from envs import Environment, Model, Rollout, Sequence, Task, Tasks, wire
-from orchestrator.env_servers.env import Env, EnvSpec, RolloutRequest, RunOutcome, RunResult
+from orchestrator.env_servers.env import Answer, Env, RolloutRequest
+from tests.support.env_specs import env_spec, server_pids
 
 INFLIGHT = 256
 SMALL = 64
@@ -61,7 +62,7 @@ def answer_for_ever(address: str) -> None:
     socket = zmq.Context().socket(zmq.ROUTER)
     socket.bind(address)
     frames = wire.encode_result(0, [rollout_of(SMALL)])
-    header = msgspec.msgpack.decode(frames[0], type=wire.Result)
+    header = msgspec.msgpack.decode(frames[0], type=wire.ResultHeader)
     ready = wire.encode(wire.Ready("canned:Env", {"train": 1000}, False, INFLIGHT))
     pong = wire.encode(wire.Pong(0.0, wire.ServerStats(0, 0, 0, 0, 0.0, 0)))
     while True:
@@ -70,8 +71,8 @@ def answer_for_ever(address: str) -> None:
             socket.send_multipart([route, *frames])
             continue
         asked = wire.decode_to_server([message])
-        if isinstance(asked, wire.Run):
-            head = wire.encode(wire.Result(asked.id, header.rollouts))
+        if isinstance(asked, wire.Request):
+            head = wire.encode(wire.ResultHeader(asked.id, header.rollouts))
             socket.send_multipart([route, head, *frames[1:]])
         elif isinstance(asked, wire.Hello):
             socket.send_multipart([route, wire.encode(wire.Welcome(wire.PROTOCOL, "canned:Env", 0, ""))])
@@ -87,7 +88,7 @@ async def echo_cpu_s(address: str, count: int) -> float:
     socket = context.socket(zmq.DEALER)
     socket.connect(address)
     request = b"echo" + b"x" * len(
-        wire.encode(wire.Run(1, "rollout", "train", 1, "http://127.0.0.1:8000/v1"))
+        wire.encode(wire.Request(1, "rollout", "train", 1, "http://127.0.0.1:8000/v1"))
     )
     done = loop.create_future()
     state = {"sent": 0, "received": 0}
@@ -127,12 +128,13 @@ async def keep_inflight(env: Env, count: int, base_url: str = "http://127.0.0.1:
 
     def submit() -> None:
         state["sent"] += 1
-        env.submit(
-            RolloutRequest("train", state["sent"] % 1000, base_url, session="group", cache_salt="3"), on_done
-        )
+        server = env.reserve(1)
+        assert server is not None
+        request = RolloutRequest("train", state["sent"] % 1000, base_url, session="group", cache_salt="3")
+        env.submit(request, on_done, server=server)
 
-    def on_done(request: RolloutRequest, outcome: RunOutcome) -> None:
-        if not isinstance(outcome, RunResult):
+    def on_done(request: RolloutRequest, outcome: Answer) -> None:
+        if not isinstance(outcome, wire.Result):
             if not done.done():
                 done.set_exception(RuntimeError(str(outcome)))
             return
@@ -167,7 +169,7 @@ async def link_cpu(repeats: int, count: int) -> tuple[list[float], list[float]]:
     """CPU microseconds per rollout through the link, and per bare echo, turn by turn."""
     ours, bare = [], []
     async with canned_server() as address:
-        spec = EnvSpec(name="canned", id="canned:Env", addresses=(address,), ready_timeout_s=30)
+        spec = env_spec(name="canned", id="canned:Env", addresses=(address,), ready_timeout_s=30)
         async with Env(spec) as env:
             await keep_inflight(env, count)
             for _ in range(repeats):
@@ -230,7 +232,7 @@ async def server_cpu(repeats: int, count: int) -> tuple[list[float], list[float]
         code = f"from benchmarks.env_link import answer_http_for_ever; answer_http_for_ever({str(port)!r})"
         endpoint = subprocess.Popen([sys.executable, "-c", code])  # noqa: ASYNC220  returns at once
         try:
-            spec = EnvSpec(
+            spec = env_spec(
                 name="turn",
                 id="benchmarks.env_link:OneTurn",
                 log_dir=Path(directory),
@@ -242,7 +244,7 @@ async def server_cpu(repeats: int, count: int) -> tuple[list[float], list[float]
                     await asyncio.sleep(0.05)
                 base_url = f"http://127.0.0.1:{port.read_text()}/v1"
                 await keep_inflight(env, 2 * INFLIGHT, base_url)
-                [pid] = env.pids.values()
+                [pid] = server_pids(env).values()
                 for _ in range(repeats):
                     began = process_cpu_s(pid)
                     here.append(1e3 * await keep_inflight(env, count, base_url))
@@ -258,7 +260,7 @@ async def recovery(repeats: int) -> tuple[list[float], list[float]]:
     recovered, started = [], []
     with tempfile.TemporaryDirectory(prefix="bench-") as directory:
         for _ in range(repeats):
-            env = Env(EnvSpec(name="turn", id="benchmarks.env_link:OneTurn", log_dir=Path(directory)))
+            env = Env(env_spec(name="turn", id="benchmarks.env_link:OneTurn", log_dir=Path(directory)))
             began = time.perf_counter()
             async with env, asyncio.TaskGroup() as group:
                 started.append(time.perf_counter() - began)
@@ -266,7 +268,7 @@ async def recovery(repeats: int) -> tuple[list[float], list[float]]:
                 back = asyncio.Event()
                 env.on_free = lambda env=env, back=back: back.set() if env.available else None  # type: ignore[misc]
                 began = time.perf_counter()
-                os.kill(next(iter(env.pids.values())), signal.SIGKILL)
+                os.kill(next(iter(server_pids(env).values())), signal.SIGKILL)
                 await back.wait()
                 recovered.append(time.perf_counter() - began)
                 supervisor.cancel()

@@ -19,8 +19,8 @@ import uvloop
 
 from benchmarks.frame import Figure, median_and_spread
 from envs import Environment, Model, ModelSettings, Rollout, Task, wire
+from envs.answering import Responder
 from envs.inference_client import InferenceClient
-from envs.running import Runner
 
 _PROMPT_TOKENS = 128
 _INFLIGHT = 64
@@ -64,12 +64,12 @@ def figures(quick: bool = False) -> list[Figure]:
 async def _measure(base_url: str, rounds: int, size: int) -> tuple[list[float], list[float]]:
     """CPU milliseconds per rollout, ours and bare, in alternating rounds."""
     settings = ModelSettings(model="m", sampling={"temperature": 1.0, "max_tokens": 2048})
-    run = wire.Run(id=1, kind="rollout", split="train", index=0, base_url=base_url, session="s")
+    run = wire.Request(id=1, kind="rollout", split="train", index=0, base_url=base_url, session="s")
     async with InferenceClient(limit=_INFLIGHT) as client, _bare(base_url) as post:
-        runner = Runner(OneTurn(), client=client, env="bench")
+        responder = Responder(OneTurn(), client=client, env="bench")
 
         async def rollout() -> object:
-            frames = await runner.answer(run, settings)
+            frames = await responder.answer(run, settings)
             assert len(frames) == wire.RESULT_FRAMES
             return frames
 

@@ -51,7 +51,7 @@ def feed(address: str, seconds: float) -> None:
     for number in range(int(GROUPS_PER_S * seconds)):
         time.sleep(max(0.0, start + number / GROUPS_PER_S - time.monotonic()))
         for rollout in range(ROLLOUTS):
-            result = wire.Result(number * ROLLOUTS + rollout, [header])
+            result = wire.ResultHeader(number * ROLLOUTS + rollout, [header])
             socket.send_multipart([wire.encode(result), *arrays, bytes(4096)], copy=False)
     socket.send_multipart([b"end"])
     socket.close()
@@ -75,7 +75,7 @@ class Receiver:
         # The service holds the batches that a trainer may ask for, with the journal and without.
         self.held: deque[Batch] = deque(maxlen=5)
         self.groups = self.step = 0
-        self.decode = msgspec.msgpack.Decoder(wire.Result).decode
+        self.decode = msgspec.msgpack.Decoder(wire.ResultHeader).decode
         self.loop.add_reader(self.socket.fileno(), self.drain)
 
     def drain(self) -> None:

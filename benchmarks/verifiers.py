@@ -20,7 +20,9 @@ import uvloop
 
 from benchmarks.environments.cpu_time import cpu_s
 from benchmarks.frame import Figure, median_and_spread
-from orchestrator.env_servers.env import Env, EnvSpec, RolloutRequest, RunOutcome, RunResult
+from envs import wire
+from orchestrator.env_servers.env import Answer, Env, RolloutRequest
+from tests.support.env_specs import env_spec, server_pids
 
 HERE = Path(__file__).parent
 VENV = HERE.parent / ".venv-verifiers-classic"
@@ -67,7 +69,7 @@ async def _alternate(
     """Measure both in turns, so that what else the machine does falls on both."""
     ours, theirs = [], []
     with tempfile.TemporaryDirectory() as logs:
-        spec = EnvSpec(
+        spec = env_spec(
             name="words",
             id="verifiers::reverse_words",
             model="policy",
@@ -91,9 +93,9 @@ async def _measure(env: Env, url: str, rollouts: int) -> Sample:
     done = asyncio.get_running_loop().create_future()
     left = submitted = rollouts
 
-    def on_done(request: RolloutRequest, outcome: RunOutcome) -> None:
+    def on_done(request: RolloutRequest, outcome: Answer) -> None:
         nonlocal left
-        if not isinstance(outcome, RunResult) or not len(outcome.tokens):
+        if not isinstance(outcome, wire.Result) or not len(outcome.tokens):
             done.set_exception(RuntimeError(f"a rollout failed: {outcome}"))
             return
         left -= 1
@@ -105,17 +107,21 @@ async def _measure(env: Env, url: str, rollouts: int) -> Sample:
     def submit() -> None:
         nonlocal submitted
         submitted -= 1
-        env.submit(RolloutRequest("train", submitted % 512, url, session=str(submitted)), on_done)
+        server = env.reserve(1)
+        assert server is not None
+        env.submit(
+            RolloutRequest("train", submitted % 512, url, session=str(submitted)), on_done, server=server
+        )
 
-    server = next(iter(env.pids.values()))
-    wall, cpu, server_cpu = time.perf_counter(), time.process_time(), cpu_s(server)
+    process = next(iter(server_pids(env).values()))
+    wall, cpu, server_cpu = time.perf_counter(), time.process_time(), cpu_s(process)
     for _ in range(min(INFLIGHT, rollouts)):
         submit()
     await done
     return {
         "wall_s": time.perf_counter() - wall,
         "client_s": time.process_time() - cpu,
-        "server_s": cpu_s(server) - server_cpu,
+        "server_s": cpu_s(process) - server_cpu,
     }
 
 

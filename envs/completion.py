@@ -14,12 +14,13 @@ import numpy as np
 
 from envs.errors import FailureKind, RolloutFailure
 from envs.merging import Turn
+from envs.rollout import MAX_LOGPROB
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 """Fits an int32; checked while decoding, where it costs nothing."""
 
-Logprob = Annotated[float, msgspec.Meta(ge=-1e38, le=1e38)]
-"""Finite also as a float32. JSON has no NaN, and engines write null for minus infinity, which is refused."""
+Logprob = Annotated[float, msgspec.Meta(ge=-1e38, le=MAX_LOGPROB)]
+"""Finite also as a float32, and of a probability. JSON has no NaN, and engines write null for minus infinity, which is refused."""
 
 
 class Usage(msgspec.Struct, gc=False, frozen=True):

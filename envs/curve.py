@@ -9,18 +9,21 @@ owner alone, and secrets do not appear in any repr or error message.
 import asyncio
 import os
 import re
+import stat
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
-from urllib.parse import urlsplit
 
+import structlog
 import zmq
 import zmq.utils.z85
 
 from envs.drained import DrainedSocket
 
+log = structlog.get_logger()
+
 _Z85 = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
-_LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1", "[::1]"})
 
 
 class KeyFileError(ValueError):
@@ -94,23 +97,29 @@ def read_key(source: str | Path) -> str:
 
 
 def read_pair(source: str | Path) -> KeyPair:
-    """The pair of a secret key; the public half follows from it."""
+    """The pair of a secret key; the public half follows from it. A file that others can read is pointed out."""
     secret = read_key(source)
+    if not str(source).startswith("env:"):
+        _warn_of_loose_permissions(Path(source).absolute())
     try:
         return KeyPair(zmq.curve_public(secret.encode()).decode(), secret)
     except (zmq.ZMQError, ValueError):
         raise KeyFileError(f"{source} does not hold a CURVE secret key") from None
 
 
+@lru_cache(maxsize=64)
+def _warn_of_loose_permissions(path: Path) -> None:
+    """Once for each file, however many environments use it."""
+    mode = path.stat().st_mode
+    if mode & (stat.S_IRWXG | stat.S_IRWXO):
+        log.warning(
+            "key.readable_by_others", file=str(path), mode=oct(stat.S_IMODE(mode)), remedy=f"chmod 600 {path}"
+        )
+
+
 def read_client_keys(*, server_key: str | Path, client_key: str | Path) -> ClientKeys:
     """What a client needs, from the server's public key and the client's own secret key."""
     return ClientKeys(read_pair(client_key), read_key(server_key))
-
-
-def off_loopback(address: str) -> bool:
-    """Whether others than this machine can reach an address, or be reached at it."""
-    parts = urlsplit(address)
-    return parts.scheme == "tcp" and (parts.hostname or "*") not in _LOOPBACK
 
 
 def secure_client(socket: zmq.Socket[bytes], keys: ClientKeys) -> None:

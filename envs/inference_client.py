@@ -24,6 +24,7 @@ import msgspec
 import structlog
 from yarl import URL
 
+from envs.backoff import backoff_s
 from envs.errors import FailureKind, RolloutFailure, shown_url
 
 MAX_RESPONSE_BYTES = 256 * 1024 * 1024
@@ -49,7 +50,7 @@ class RetryPolicy:
 
     def delay_s(self, attempt: int, draw: float) -> float:
         """Pause after failed attempt `attempt` (from 1); `draw` in [0, 1) spreads it over its upper half."""
-        ceiling = min(self.max_delay_s, self.first_delay_s * 2.0 ** min(attempt - 1, 32))
+        ceiling = backoff_s(attempt, first_s=self.first_delay_s, max_s=self.max_delay_s)
         return float(ceiling * (0.5 + 0.5 * draw))
 
 

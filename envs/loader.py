@@ -7,19 +7,15 @@ Every mistake is an `EnvironmentLoadError` of one line that names the nearest va
 inside an environment's own constructor passes through with its traceback.
 """
 
-import difflib
-import importlib
 import inspect
-import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from types import ModuleType
 from typing import Any, Protocol
 
 from envs.builtin import BUILTIN
 from envs.environment import Environment
 from envs.errors import EnvironmentLoadError
+from envs.importing import ImportReferenceError, import_attribute, nearest
 
 
 class Loader(Protocol):
@@ -109,15 +105,6 @@ def make_environment(factory: Any, args: Mapping[str, Any], shown: str) -> Envir
     return environment
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """A hint for a name that does not exist: the closest ones, else all."""
-    there = sorted(known)
-    close = difflib.get_close_matches(name, there, n=3, cutoff=0.6)
-    if close:
-        return "did you mean " + " or ".join(f'"{match}"' for match in close) + "?"
-    return f"there are: {', '.join(there)}" if there else "there are none"
-
-
 class BuiltinLoader:
     """The environments that come with the project."""
 
@@ -139,41 +126,11 @@ BUILTINS = BuiltinLoader()
 
 def _resolve(reference: str, what: str) -> Any:
     """The object that "module:attr" names."""
-    module_name, _, attribute = reference.partition(":")
-    if not module_name or not attribute:
-        raise EnvironmentLoadError(f'{what} "{reference}" is not module:attribute')
-    module = _import(module_name, f'{what} "{reference}"')
-    found: Any = module
-    for part in attribute.split("."):
-        if not hasattr(found, part):
-            public = [name for name in vars(found) if not name.startswith("_")] if found is module else []
-            hint = nearest(part, difflib.get_close_matches(part, public, cutoff=0.5) or _environments(module))
-            raise EnvironmentLoadError(f'{what} "{reference}": module {module_name} has no "{part}"; {hint}')
-        found = getattr(found, part)
-    return found
-
-
-def _environments(module: ModuleType) -> list[str]:
-    return [
-        name
-        for name, value in vars(module).items()
-        if isinstance(value, type) and issubclass(value, Environment) and value is not Environment
-    ]
-
-
-def _import(module_name: str, shown: str) -> ModuleType:
-    """Import a module, also from the working directory, which a console script does not have on its path."""
-    here = str(Path.cwd())
-    if here not in sys.path and "" not in sys.path:
-        sys.path.insert(0, here)
     try:
-        return importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        missing = error.name or ""
-        if module_name == missing or module_name.startswith(f"{missing}."):
-            raise EnvironmentLoadError(
-                f"{shown}: there is no module {missing} for {sys.executable}; install it, or start where it is found"
-            ) from None
-        raise EnvironmentLoadError(
-            f'{shown}: its module needs "{missing}", which is not installed for {sys.executable}'
-        ) from error
+        return import_attribute(reference, what=what, suggest=_is_environment)
+    except ImportReferenceError as error:
+        raise EnvironmentLoadError(str(error)) from error.__cause__
+
+
+def _is_environment(value: object) -> bool:
+    return isinstance(value, type) and issubclass(value, Environment) and value is not Environment

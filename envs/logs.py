@@ -17,6 +17,9 @@ from structlog.typing import Processor
 LogFormat = Literal["auto", "pretty", "json"]
 
 _LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40, "critical": 50}
+_MAX_TEXT_CHARS = 16_000
+"""Longest text in an event; an environment may log a whole prompt, or a page of HTML as an error."""
+
 _QUIET = ("asyncio", "aiohttp.access", "uvicorn.access")
 
 
@@ -43,9 +46,18 @@ def configure_logging(
         structlog.processors.TimeStamper(fmt="%H:%M:%S.%f" if pretty else "iso", utc=not pretty, key="time"),
     ]
     ends: list[Processor] = (
-        [structlog.dev.ConsoleRenderer(colors=out.isatty(), exception_formatter=_plain, timestamp_key="time")]
+        [
+            _cut,
+            structlog.dev.ConsoleRenderer(
+                colors=out.isatty(), exception_formatter=_plain, timestamp_key="time"
+            ),
+        ]
         if pretty
-        else [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(serializer=_to_json)]
+        else [
+            structlog.processors.format_exc_info,
+            _cut,
+            structlog.processors.JSONRenderer(serializer=_to_json),
+        ]
     )
     structlog.configure(
         processors=[*shared, *ends],
@@ -77,6 +89,15 @@ class _Bound:
         for key, value in self._fields.items():
             event.setdefault(key, value)
         return event
+
+
+def _cut(logger: Any, method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    """Keep every text of an event within a bound: its beginning and its end, where a traceback says why."""
+    for key, value in event.items():
+        if isinstance(value, str) and len(value) > _MAX_TEXT_CHARS:
+            half = _MAX_TEXT_CHARS // 2
+            event[key] = f"{value[:half]} … ({len(value)} characters) … {value[-half:]}"
+    return event
 
 
 def _to_json(event: Any, **options: Any) -> str:

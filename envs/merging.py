@@ -29,15 +29,15 @@ class Turn:
 def merge_turns(turns: Iterable[Turn]) -> list[Sequence]:
     """The sequences of a rollout, in order. Sequences in which nothing was sampled are left out."""
     sequences = []
-    run: list[Turn] = []
+    chain: list[Turn] = []
     for turn in turns:
-        if run and not extends(turn, run[-1]):
-            sequences.append(run)
-            run = []
-        run.append(turn)
-    if run:
-        sequences.append(run)
-    return [_sequence(run) for run in sequences if any(len(turn.completion) for turn in run)]
+        if chain and not extends(turn, chain[-1]):
+            sequences.append(chain)
+            chain = []
+        chain.append(turn)
+    if chain:
+        sequences.append(chain)
+    return [_sequence(chain) for chain in sequences if any(len(turn.completion) for turn in chain)]
 
 
 def extends(turn: Turn, previous: Turn) -> bool:
@@ -50,13 +50,13 @@ def extends(turn: Turn, previous: Turn) -> bool:
     )
 
 
-def _sequence(run: list[Turn]) -> Sequence:
+def _sequence(chain: list[Turn]) -> Sequence:
     """One sequence of turns that extend each other: the last turn holds every token of the earlier ones."""
-    last = run[-1]
+    last = chain[-1]
     tokens = np.concatenate((last.prompt, last.completion))
     mask = np.zeros(len(tokens), np.uint8)
     logprobs = np.zeros(len(tokens), np.float32)
-    for turn in run:
+    for turn in chain:
         start, end = len(turn.prompt), len(turn)
         mask[start:end] = 1
         logprobs[start:end] = turn.logprobs

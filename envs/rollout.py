@@ -1,10 +1,14 @@
 """What one attempt at a task yields: sequences of tokens with log-probabilities, and a reward.
 
-Invariants, enforced by `Rollout.check`: the three arrays of a sequence have one length, at least one
-token is trained on (mask 1), log-probabilities and rewards are finite. Arrays keep their compact types
-(int32, uint8, float32) from the environment to the trainer; nothing turns them into lists.
+Invariants, enforced by `Rollout.check` where a rollout is made and by the wire where it arrives: the three
+arrays of a sequence have one length; token ids are not negative; the mask holds 0 and 1, and at least one 1;
+log-probabilities are finite, not positive, and 0 where the mask is 0; rewards, metrics and timings fit into a
+float32. Arrays keep their compact types (int32, uint8, float32) from the environment to the trainer; nothing
+turns them into lists.
 """
 
+import math
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +18,13 @@ from numpy.typing import NDArray
 Int32s = NDArray[np.int32]
 Uint8s = NDArray[np.uint8]
 Float32s = NDArray[np.float32]
+
+
+MAX_NUMBER = 3e38
+"""Largest reward, metric or timing: what is larger becomes infinite in the float32 arrays of a batch."""
+
+MAX_LOGPROB = 1e-3
+"""Largest log-probability. Probabilities end at 1, but engines compute in half precision and round."""
 
 
 class InvalidRolloutError(ValueError):
@@ -47,10 +58,9 @@ class Sequence:
             raise InvalidRolloutError(
                 f"tokens, mask and logprobs differ in length: {len(self.tokens)}, {len(self.mask)}, {len(self.logprobs)}"
             )
-        if not self.mask.any():
-            raise InvalidRolloutError("no token of the sequence was sampled by the policy (mask is all zero)")
-        if not np.isfinite(self.logprobs).all():
-            raise InvalidRolloutError("logprobs contain NaN or infinity")
+        flaw = find_flaw(self.tokens, self.mask, self.logprobs, [len(self.tokens)])
+        if flaw:
+            raise InvalidRolloutError(flaw)
 
 
 @dataclass(slots=True)
@@ -78,15 +88,49 @@ class Rollout:
 
         Evaluations are not trained on: with `require_sequences` False they may come without sequences.
         """
-        if not isinstance(self.reward, (int, float)) or not np.isfinite(self.reward):
+        if not _is_number(self.reward):
             raise InvalidRolloutError(f"reward must be a finite number, got {self.reward!r}")
         if require_sequences and not self.sequences:
             raise InvalidRolloutError("the rollout has no sequence: the model was never called")
         for sequence in self.sequences:
             sequence.check()
         for name, value in self.metrics.items():
-            if not isinstance(value, (int, float)) or not np.isfinite(value):
+            if not _is_number(value):
                 raise InvalidRolloutError(f'metric "{name}" must be a finite number, got {value!r}')
+
+
+def find_flaw(tokens: Int32s, mask: Uint8s, logprobs: Float32s, lengths: Seq[int]) -> str:
+    """What is wrong with sequences of these lengths (at least 1 each), one behind the other; empty when nothing is.
+
+    The arrays have one length. A few passes over them, whatever the number of sequences.
+    """
+    if not len(tokens):
+        return "" if not len(lengths) else "the sequence is empty"
+    if tokens.min() < 0:
+        return "a token id is negative"
+    if mask.max() > 1:
+        return "the mask holds something else than 0 and 1"
+    starts = np.cumsum([0, *lengths[:-1]])
+    if not np.logical_or.reduceat(mask, starts).all():
+        return "no token of the sequence was sampled by the policy (mask is all zero)"
+    # NaN passes through both, and compares as false.
+    lowest, highest = logprobs.min(), logprobs.max()
+    if not (lowest > -math.inf and highest < math.inf):
+        return "logprobs contain NaN or infinity"
+    if highest > MAX_LOGPROB:
+        return f"a log-probability is {highest:g}, above 0"
+    if np.logical_and(logprobs, mask == 0).any():
+        return "a token that the policy did not sample (mask 0) has a log-probability"
+    return ""
+
+
+def fits_float32(value: float) -> bool:
+    """Whether a number is finite and stays so as float32."""
+    return -MAX_NUMBER <= value <= MAX_NUMBER
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and fits_float32(value)
 
 
 def _describe(value: object) -> str:

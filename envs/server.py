@@ -2,7 +2,7 @@
 
 `python -m envs.server` reads its `ServerSpec` as one line of JSON from standard input (so that no secret is
 ever in an argument list) and serves until SIGTERM, or until standard input ends, which is how it notices
-that its parent has gone; on Linux the kernel kills it then in any case.
+that its parent has gone. Those who spawn it put a keeper in between, see `envs.keeper`.
 The environment is made on the main thread before the event loop starts. Being bound is being alive, `setup`
 having returned is being ready. The server never ends on its own: what a rollout does is the rollout's
 outcome. Exit codes: 0 asked to stop, 3 could not start, 1 a bug or a rollout that could not be stopped.
@@ -22,7 +22,9 @@ import structlog
 import zmq
 
 from envs import wire
-from envs.curve import Gatekeeper, off_loopback, secure_server
+from envs.addresses import is_loopback
+from envs.answering import Responder
+from envs.curve import Gatekeeper, secure_server
 from envs.drained import DrainedSocket
 from envs.environment import Environment
 from envs.errors import EnvironmentLoadError
@@ -30,16 +32,15 @@ from envs.inference_client import InferenceClient
 from envs.lifeline import Lifeline
 from envs.loader import load_environment
 from envs.logs import configure_logging
-from envs.running import Runner
 from envs.server_spec import EXIT_STARTUP, ServerSpec
-from envs.sessions import ActiveRun, Sessions
+from envs.sessions import ActiveRequest, Sessions
 from envs.watchdog import LoopWatchdog
 
 log = structlog.get_logger()
 
 EXIT_STUCK = 1
 _BEAT_S = 1.0
-_STOP_RUNS_S = 5.0
+_STOP_REQUESTS_S = 5.0
 _CLOSE_ENVIRONMENT_S = 5.0
 _LINGER_MS = 1000
 
@@ -59,9 +60,9 @@ class EnvServer:
         self._context = context
         self._stopping = asyncio.Event()
         self._socket: DrainedSocket | None = None
-        self._runs: asyncio.TaskGroup | None = None
+        self._requests: asyncio.TaskGroup | None = None
         self._active: set[asyncio.Task[list[bytes]]] = set()
-        self._runner: Runner | None = None
+        self._responder: Responder | None = None
         self._sessions = Sessions(
             env=spec.id,
             capacity=spec.capacity,
@@ -83,14 +84,14 @@ class EnvServer:
         gatekeeper = self._bind()
         try:
             async with InferenceClient(limit=self._spec.capacity) as client, asyncio.TaskGroup() as tasks:
-                self._runs = tasks
+                self._requests = tasks
                 self._watchdog.start()
                 loading = tasks.create_task(self._load(client), name="load")
                 beating = tasks.create_task(self._beat(), name="beat")
                 await self._stopping.wait()
                 loading.cancel()
                 beating.cancel()
-                stuck = await self._stop_runs()
+                stuck = await self._stop_requests()
                 await self._close_environment()
                 if stuck:
                     # A task that ignores cancellation would keep this process for ever.
@@ -106,7 +107,7 @@ class EnvServer:
 
     def _bind(self) -> Gatekeeper | None:
         spec, keys = self._spec, self._spec.keys
-        if off_loopback(spec.bind) and keys is None and not spec.insecure:
+        if not is_loopback(spec.bind) and keys is None and not spec.insecure:
             raise ServerStartError(
                 f"{spec.bind} can be reached by other machines and there are no CURVE keys; "
                 "make some with `orchestrator env keygen`, or allow it with insecure = true"
@@ -134,19 +135,21 @@ class EnvServer:
         return gatekeeper
 
     async def _load(self, client: InferenceClient) -> None:
-        runner = Runner(self._environment, client=client, env=self._spec.env or self._spec.id)
+        responder = Responder(self._environment, client=client, env=self._spec.env or self._spec.id)
         try:
             await self._environment.setup()
-            counts = {split: runner.tasks_in(split) for split in self._spec.splits}
+            counts = {split: responder.tasks_in(split) for split in self._spec.splits}
         # The environment's own code, which may raise anything, exit() included; its traceback belongs into the log.
-        except (Exception, SystemExit) as error:
+        except BaseException as error:
+            if isinstance(error, asyncio.CancelledError) and self._stopping.is_set():
+                raise
             log.exception("server.start_failed", why=f'environment "{self._spec.id}" did not load: {error!r}')
             self.load_failed = True
             self.stop()
             return
-        self._runner = runner
-        self._sessions.loaded(count_tasks=runner.tasks_in, group_scored=runner.group_scored)
-        log.info("server.ready", tasks=counts, group_scored=runner.group_scored)
+        self._responder = responder
+        self._sessions.loaded(count_tasks=responder.tasks_in, group_scored=responder.group_scored)
+        log.info("server.ready", tasks=counts, group_scored=responder.group_scored)
 
     async def _beat(self) -> None:
         loop = asyncio.get_running_loop()
@@ -155,14 +158,14 @@ class EnvServer:
             self._lag_s = self._watchdog.take_lag_s()
             self._sessions.beat(now=loop.time(), stats=self._stats())
 
-    async def _stop_runs(self) -> bool:
+    async def _stop_requests(self) -> bool:
         """Cancel what runs and wait until it is answered; whether something clings on nevertheless."""
         self._sessions.stop()
         if not self._active:
             return False
-        _, stuck = await asyncio.wait(self._active, timeout=_STOP_RUNS_S)
+        _, stuck = await asyncio.wait(self._active, timeout=_STOP_REQUESTS_S)
         for task in stuck:
-            log.warning("run.stuck", run=task.get_name(), why="the environment ignores cancellation")
+            log.warning("request.stuck", request=task.get_name(), why="the environment ignores cancellation")
         return bool(stuck)
 
     async def _close_environment(self) -> None:
@@ -170,7 +173,7 @@ class EnvServer:
             async with asyncio.timeout(_CLOSE_ENVIRONMENT_S):
                 await self._environment.close()
         # The environment's own code: whatever it raises must not keep the server from ending.
-        except Exception:
+        except BaseException:
             log.exception("environment.close_failed")
 
     def _stats(self) -> wire.ServerStats:
@@ -192,17 +195,17 @@ class EnvServer:
             raise
         return True
 
-    def _start(self, active: ActiveRun) -> None:
-        assert self._runs is not None
-        assert self._runner is not None
-        answering = self._runner.answer(active.run, active.session.settings)
-        task = self._runs.create_task(answering, name=active.name)
+    def _start(self, active: ActiveRequest) -> None:
+        assert self._requests is not None
+        assert self._responder is not None
+        answering = self._responder.answer(active.request, active.session.settings)
+        task = self._requests.create_task(answering, name=active.name)
         active.cancel = task.cancel
         self._active.add(task)
         # Not the coroutine's own last step: one that is cancelled before it began has none.
         task.add_done_callback(lambda done: self._on_ended(active, done))
 
-    def _on_ended(self, active: ActiveRun, task: asyncio.Task[list[bytes]]) -> None:
+    def _on_ended(self, active: ActiveRequest, task: asyncio.Task[list[bytes]]) -> None:
         self._active.discard(task)
         frames: list[bytes] = []
         if task.cancelled():
@@ -270,9 +273,6 @@ def main() -> int:
     if not line:
         return EXIT_STARTUP
     spec = msgspec.json.decode(line, type=ServerSpec)
-    if not lifeline.die_with(spec.parent_pid):
-        return EXIT_STARTUP
-    lifeline.start_keeper()
     configure_logging(spec.log_level, spec.log_format, server=spec.name)
 
     def watch_parent(server: EnvServer) -> None:
@@ -282,12 +282,9 @@ def main() -> int:
             with contextlib.suppress(RuntimeError):  # the loop is closed already: the server has ended
                 loop.call_soon_threadsafe(server.stop)
 
-        lifeline.watch(stop, kill_after_s=_STOP_RUNS_S + _CLOSE_ENVIRONMENT_S + 2.0)
+        lifeline.watch(stop, kill_after_s=_STOP_REQUESTS_S + _CLOSE_ENVIRONMENT_S + 2.0)
 
-    try:
-        return run_server(spec, on_start=watch_parent)
-    finally:
-        lifeline.stop_keeper()
+    return run_server(spec, on_start=watch_parent)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,6 @@ class ServerSpec(msgspec.Struct, frozen=True, kw_only=True):
     key_variables: list[str] = []
     log_level: str = "info"
     log_format: LogFormat = "json"
-    parent_pid: int = 0
 
     def __repr__(self) -> str:
         """Without keys and arguments, which may be secret."""

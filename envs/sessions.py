@@ -1,9 +1,9 @@
-"""The clients of a server: handshakes, leases, and which run belongs to whom.
+"""The clients of a server: handshakes, leases, and which request belongs to whom.
 
 Takes messages in and says what to send and what to start through two callbacks; does no I/O and has no
-clock of its own. Invariants: a run that was accepted is answered exactly once, unless its client has gone;
+clock of its own. Invariants: a request that was accepted is answered exactly once, unless its client has gone;
 a client that says nothing for the length of its lease, leaves, or says hello on another connection has its
-runs cancelled; no client has more rollouts in flight than the capacity that it was told, and the number of
+requests cancelled; no client has more rollouts in flight than the capacity that it was told, and the number of
 clients is bounded.
 """
 
@@ -26,19 +26,17 @@ MAX_LEASE_S = 600.0
 
 
 @dataclass(slots=True, eq=False)
-class ActiveRun:
-    """A run under way. `reason` is why it was cancelled; `cancel` stops it."""
+class ActiveRequest:
+    """A request under way. `reason` is why it was cancelled; `cancel` stops it."""
 
-    run: wire.Run
+    request: wire.Request
     session: "Session"
     cancel: Callable[[], object] = lambda: None
     reason: str = ""
 
     @property
     def name(self) -> str:
-        return (
-            f"{self.session.hello.client} {self.run.kind} {self.run.id} of {self.run.split}/{self.run.index}"
-        )
+        return f"{self.session.hello.client} {self.request.kind} {self.request.id} of {self.request.split}/{self.request.index}"
 
 
 @dataclass(slots=True, eq=False)
@@ -49,7 +47,7 @@ class Session:
     hello: wire.Hello
     settings: ModelSettings
     expires: float
-    runs: dict[int, ActiveRun] = field(default_factory=dict)
+    requests: dict[int, ActiveRequest] = field(default_factory=dict)
     inflight: int = 0
     draining: bool = False
     closed: bool = False
@@ -64,7 +62,7 @@ class Sessions:
         env: str,
         capacity: int,
         send: Callable[[bytes, list[bytes]], bool],
-        start: Callable[[ActiveRun], None],
+        start: Callable[[ActiveRequest], None],
         key_variables: Collection[str] = (),
     ) -> None:
         self._env = env
@@ -85,9 +83,11 @@ class Sessions:
         return sum(session.inflight for session in self._sessions.values())
 
     def running(self) -> list[str]:
-        """Names of the runs under way; safe to call from the watchdog's thread."""
+        """Names of the requests under way; safe to call from the watchdog's thread."""
         return [
-            active.name for session in list(self._sessions.values()) for active in list(session.runs.values())
+            active.name
+            for session in list(self._sessions.values())
+            for active in list(session.requests.values())
         ]
 
     def stats(self, *, loop_lag_s: float, rss_bytes: int) -> wire.ServerStats:
@@ -105,25 +105,26 @@ class Sessions:
         self, route: bytes, frames: list[bytes], *, now: float, stats: Callable[[], wire.ServerStats]
     ) -> None:
         """Act on a message from the connection `route`."""
+        session = self._sessions.get(route)
         try:
-            message = wire.decode_to_server(frames)
+            protocol = session.hello.protocol if session is not None else wire.version_of(frames)
+            message = wire.decode_to_server(frames, protocol)
         except wire.WireError as error:
             self._on_malformed(route, error)
             return
         if isinstance(message, wire.Hello):
             self._on_hello(route, message, now)
             return
-        session = self._sessions.get(route)
         if session is None:
             # Its lease ended, or it spoke to a server that was here before; a goodbye needs no answer.
             if not isinstance(message, wire.Bye):
                 self._send(route, [wire.encode(wire.Expired())])
             return
         session.expires = now + min(session.hello.lease_s, MAX_LEASE_S)
-        if isinstance(message, wire.Run):
-            self._on_run(session, message)
+        if isinstance(message, wire.Request):
+            self._on_request(session, message)
         elif isinstance(message, wire.Cancel):
-            active = session.runs.get(message.id)
+            active = session.requests.get(message.id)
             if active is not None:
                 _stop(active, "cancelled")
         elif isinstance(message, wire.Ping):
@@ -134,11 +135,11 @@ class Sessions:
         else:
             self.end(session, "the client left")
 
-    def on_done(self, active: ActiveRun, frames: list[bytes], *, failed: bool) -> None:
-        """A run ended; its answer leaves unless the client has gone."""
+    def on_done(self, active: ActiveRequest, frames: list[bytes], *, failed: bool) -> None:
+        """A request ended; its answer leaves unless the client has gone."""
         session = active.session
-        del session.runs[active.run.id]
-        session.inflight -= active.run.count
+        del session.requests[active.request.id]
+        session.inflight -= active.request.count
         if session.closed:
             return
         self.done += 1
@@ -164,24 +165,24 @@ class Sessions:
         if self._sessions.get(session.route) is session:
             del self._sessions[session.route]
         session.closed = True
-        level = log.warning if session.runs else log.info
-        level("client.left", client=session.hello.client, why=why, cancelled_runs=len(session.runs))
-        _stop_all(session.runs.values(), "client_gone")
+        level = log.warning if session.requests else log.info
+        level("client.left", client=session.hello.client, why=why, cancelled=len(session.requests))
+        _stop_all(session.requests.values(), "client_gone")
 
     def stop(self) -> None:
-        """The server ends: cancel everything; every run is still answered."""
+        """The server ends: cancel everything; every request is still answered."""
         for session in self._sessions.values():
             session.draining = True
-            _stop_all(session.runs.values(), "server_stopping")
+            _stop_all(session.requests.values(), "server_stopping")
 
     def _on_malformed(self, route: bytes, error: wire.WireError) -> None:
         self.malformed += 1
         if self.malformed <= 20 or self.malformed % 1000 == 0:
             log.warning("frame.malformed", why=str(error)[:500], count=self.malformed)
-        if error.protocol is not None and error.protocol != wire.PROTOCOL:
+        if error.protocol is not None and error.protocol not in wire.VERSIONS:
             self._refuse(route, _other_protocol("a client", error.protocol))
-        elif error.run_id is not None and route in self._sessions:
-            failure = wire.Failure(error.run_id, "malformed_request", str(error)[:500], retryable=False)
+        elif error.request_id is not None and route in self._sessions:
+            failure = wire.Failure(error.request_id, "malformed_request", str(error)[:500], retryable=False)
             self._send(route, [wire.encode(failure)])
 
     def _on_hello(self, route: bytes, hello: wire.Hello, now: float) -> None:
@@ -201,14 +202,14 @@ class Sessions:
             log.info("client.welcomed", client=hello.client)
         known.expires = now + min(hello.lease_s, MAX_LEASE_S)
         self._send(
-            route, [wire.encode(wire.Welcome(wire.PROTOCOL, self._env, os.getpid(), socket.gethostname()))]
+            route, [wire.encode(wire.Welcome(hello.protocol, self._env, os.getpid(), socket.gethostname()))]
         )
         self._say_ready(known)
 
     def _objection(self, hello: wire.Hello) -> tuple[str, str | None]:
         """Why a client cannot be served (or nothing), and the API key it asked to use."""
         key = None
-        if hello.protocol != wire.PROTOCOL:
+        if hello.protocol not in wire.VERSIONS:
             return _other_protocol(hello.client, hello.protocol), None
         if canonical_id(hello.env) != canonical_id(self._env):
             return (
@@ -241,8 +242,8 @@ class Sessions:
         for split in session.hello.splits:
             try:
                 tasks[split] = self._count_tasks(split)
-            # The environment's own code: whatever it raises for a split is a reason to refuse the client.
-            except Exception as error:
+            # The environment's own code: whatever it raises for a split, exit() included, is a reason to refuse the client.
+            except BaseException as error:
                 log.exception("split.failed", split=split)
                 self._refuse(
                     session.route, f'environment "{self._env}" has no split "{split}": {error!r}'[:2000]
@@ -253,26 +254,26 @@ class Sessions:
         self._send(session.route, [wire.encode(ready)])
 
     def _say_drained(self, session: Session) -> None:
-        if session.draining and not session.runs:
+        if session.draining and not session.requests:
             self._send(session.route, [wire.encode(wire.Drained())])
 
-    def _on_run(self, session: Session, run: wire.Run) -> None:
+    def _on_request(self, session: Session, request: wire.Request) -> None:
         refusal = ""
-        if run.id in session.runs:
+        if request.id in session.requests:
             self.malformed += 1
             return
         if self._count_tasks is None:
             refusal = "the environment is still loading"
         elif session.draining:
             refusal = "the server is draining"
-        elif session.inflight and session.inflight + run.count > self._capacity:
+        elif session.inflight and session.inflight + request.count > self._capacity:
             refusal = f"{session.inflight} of {self._capacity} rollouts are in flight already"
         if refusal:
-            failure = wire.Failure(run.id, "not_accepted", refusal, retryable=True)
+            failure = wire.Failure(request.id, "not_accepted", refusal, retryable=True)
             self._send(session.route, [wire.encode(failure)])
             return
-        active = session.runs[run.id] = ActiveRun(run, session)
-        session.inflight += run.count
+        active = session.requests[request.id] = ActiveRequest(request, session)
+        session.inflight += request.count
         self._start(active)
 
 
@@ -285,22 +286,22 @@ def canonical_id(env: str) -> str:
     return f"{identity.loader}::{identity.name}" if identity.loader else identity.name
 
 
-def _stop(active: ActiveRun, reason: str) -> None:
+def _stop(active: ActiveRequest, reason: str) -> None:
     """Cancel once: a second cancellation would hit the clean-up of the first."""
     if not active.reason:
         active.reason = reason
         active.cancel()
 
 
-def _stop_all(runs: Iterable[ActiveRun], reason: str) -> None:
-    for active in list(runs):
+def _stop_all(requests: Iterable[ActiveRequest], reason: str) -> None:
+    for active in list(requests):
         _stop(active, reason)
 
 
-def _cancelled(active: ActiveRun) -> wire.Failure:
+def _cancelled(active: ActiveRequest) -> wire.Failure:
     message = {"cancelled": "cancelled by the client", "server_stopping": "the server is stopping"}
     return wire.Failure(
-        active.run.id,
+        active.request.id,
         active.reason,
         message.get(active.reason, active.reason),
         retryable=active.reason == "server_stopping",
@@ -308,4 +309,4 @@ def _cancelled(active: ActiveRun) -> wire.Failure:
 
 
 def _other_protocol(client: str, protocol: int) -> str:
-    return f"{client} speaks protocol {protocol}, this server speaks {wire.PROTOCOL}; use the same release on both sides"
+    return f"{client} speaks protocol {protocol}, this server speaks {wire.spoken()}; use the same release on both sides"

@@ -10,16 +10,17 @@ is a `WireError` for the caller to count; no other exception leaves a decoder. d
 
 import math
 import sys
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
 
-from envs.rollout import Float32s, Int32s, Rollout, Uint8s
+from envs.rollout import Float32s, Int32s, InvalidRolloutError, Rollout, Uint8s, find_flaw, fits_float32
 
 PROTOCOL = 1
-"""Raised whenever a message changes its meaning; both sides refuse another number."""
+"""The version that this release speaks by itself; raised whenever a message changes its meaning. See `VERSIONS`."""
 
 MAX_MESSAGE_BYTES = 256 * 1024 * 1024
 """Largest frame that a client accepts."""
@@ -31,7 +32,10 @@ MAX_HEADER_BYTES = 4 * 1024 * 1024
 """Largest header of a result; what is larger belongs into the transcript."""
 
 MAX_COUNT = 4096
-"""Most rollouts of one run."""
+"""Most rollouts of one request."""
+
+SERVER_LOST = "server_lost"
+"""Kind of the failure that a client gives the requests of a server that went away; no server may say it."""
 
 RESULT_FRAMES = 5
 """Header, tokens, masks, log-probabilities, transcripts."""
@@ -44,17 +48,26 @@ Name = Annotated[str, msgspec.Meta(max_length=1024)]
 class WireError(ValueError):
     """A message that cannot be understood.
 
-    `run_id` is the run it belongs to and `protocol` the version that its sender speaks, where that much could be read.
+    `request_id` is the request it answers or is, and `protocol` the version that its sender speaks, where that
+    much could be read. `kind` is what a request with such an answer fails as.
     """
 
-    def __init__(self, message: str, *, run_id: int | None = None, protocol: int | None = None) -> None:
+    kind = "malformed_result"
+
+    def __init__(self, message: str, *, request_id: int | None = None, protocol: int | None = None) -> None:
         super().__init__(message)
-        self.run_id = run_id
+        self.request_id = request_id
         self.protocol = protocol
 
 
+class InvalidResultError(WireError):
+    """A result that is well formed, but whose content cannot be trained on."""
+
+    kind = "invalid_rollout"
+
+
 class Hello(msgspec.Struct, tag="hello", frozen=True):
-    """Client's first message on a connection, repeated until answered; opens the lease and fixes what all its runs share.
+    """Client's first message on a connection, repeated until answered; opens the lease and fixes what all its requests share.
 
     `env` is the environment's id. `client` names the sender for good: a hello with the same name on another
     connection ends the older one. The lease lasts `lease_s` from the last message of any kind.
@@ -72,7 +85,7 @@ class Hello(msgspec.Struct, tag="hello", frozen=True):
     lease_s: float = 15.0
 
 
-class Run(msgspec.Struct, tag="run", frozen=True):
+class Request(msgspec.Struct, tag="run", frozen=True):
     """Do one rollout, or one group of `count` rollouts that is scored together.
 
     Ids are chosen by the client and unique on its connection. `timeout_s` of 0 is no limit.
@@ -90,7 +103,7 @@ class Run(msgspec.Struct, tag="run", frozen=True):
 
 
 class Cancel(msgspec.Struct, tag="cancel", frozen=True):
-    """Stop a run; harmless when it is unknown or has ended. A cancelled run is answered with a failure."""
+    """Stop a request; harmless when it is unknown or has ended. A cancelled one is answered with a failure."""
 
     id: Id
 
@@ -106,7 +119,7 @@ class Drain(msgspec.Struct, tag="drain", frozen=True):
 
 
 class Bye(msgspec.Struct, tag="bye", frozen=True):
-    """The client leaves: its lease ends now and its runs are cancelled."""
+    """The client leaves: its lease ends now and its requests are cancelled."""
 
 
 class Welcome(msgspec.Struct, tag="welcome", frozen=True):
@@ -119,7 +132,7 @@ class Welcome(msgspec.Struct, tag="welcome", frozen=True):
 
 
 class Ready(msgspec.Struct, tag="ready", frozen=True):
-    """The environment is loaded and runs are welcome.
+    """The environment is loaded and requests are welcome.
 
     `tasks` has the number of tasks per asked split, None where unbounded. `capacity` is the number of
     rollouts that this client may have in flight here.
@@ -139,7 +152,7 @@ class Refused(msgspec.Struct, tag="refused", frozen=True):
 
 
 class Expired(msgspec.Struct, tag="expired", frozen=True):
-    """The server holds no lease for this connection, so none of its runs is under way; say hello again."""
+    """The server holds no lease for this connection, so nothing of it is under way; say hello again."""
 
 
 class RolloutHeader(msgspec.Struct, frozen=True):
@@ -153,25 +166,37 @@ class RolloutHeader(msgspec.Struct, frozen=True):
     timings: dict[str, float]
 
 
-class Result(msgspec.Struct, tag="result", frozen=True):
-    """A run ended well; the array frames follow. An evaluation's rollouts may have no sequences."""
+class ResultHeader(msgspec.Struct, tag="result", frozen=True):
+    """A request ended well; the array frames follow. An evaluation's rollouts may have no sequences."""
 
     id: Id
     rollouts: Annotated[list[RolloutHeader], msgspec.Meta(min_length=1, max_length=MAX_COUNT)]
 
 
-class Failure(msgspec.Struct, tag="failure", frozen=True):
-    """A run ended badly. `kind` is a short snake_case name to count by; `detail` is for the log only."""
+class Failure(msgspec.Struct, tag="failure", frozen=True, omit_defaults=True):
+    """A request ended badly. `kind` is a short snake_case name to count by; `detail` is for the log only.
+
+    `inflight` is never sent: the client sets it for the requests of a server that it lost.
+    """
 
     id: Id
     kind: Name
     message: str
     retryable: bool
     detail: str = ""
+    inflight: int = 0
+
+    @property
+    def lost(self) -> bool:
+        """Whether the server went away with the request, perhaps because of it.
+
+        Then `inflight` is the number of requests that it had in flight, this one included; 0 when this one was not sent.
+        """
+        return self.kind == SERVER_LOST
 
 
 class ServerStats(msgspec.Struct, frozen=True):
-    """How a server is doing: rollouts in flight, runs ended, malformed messages, longest stall of its loop, memory."""
+    """How a server is doing: rollouts in flight, requests ended, malformed messages, longest stall of its loop, memory."""
 
     inflight: int
     done: int
@@ -192,11 +217,11 @@ class Drained(msgspec.Struct, tag="drained", frozen=True):
     """Nothing of this client runs any more and nothing new is accepted."""
 
 
-ToServer = Hello | Run | Cancel | Ping | Drain | Bye
-ToClient = Welcome | Ready | Refused | Expired | Result | Failure | Pong | Drained
+ToServer = Hello | Request | Cancel | Ping | Drain | Bye
+ToClient = Welcome | Ready | Refused | Expired | ResultHeader | Failure | Pong | Drained
 
 
-class ResultArrays(msgspec.Struct, frozen=True, eq=False):
+class Result(msgspec.Struct, frozen=True, eq=False):
     """A decoded result; the arrays are read-only views on the received frames, over all sequences in order."""
 
     id: int
@@ -205,6 +230,9 @@ class ResultArrays(msgspec.Struct, frozen=True, eq=False):
     mask: Uint8s
     logprobs: Float32s
     transcript: bytes
+
+
+FromServer = Welcome | Ready | Refused | Expired | Failure | Pong | Drained | Result
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -225,11 +253,15 @@ class _Greeting(msgspec.Struct):
     protocol: int
 
 
+_transcript_decoder = msgspec.msgpack.Decoder(list[msgspec.Raw])
 _addressed = msgspec.msgpack.Decoder(_Addressed)
 _greeting = msgspec.msgpack.Decoder(_Greeting)
 
 # Beside its own error msgspec raises what Python does for text that is no UTF-8 and for nesting without end.
 _BROKEN = (msgspec.DecodeError, ValueError, OverflowError, RecursionError)
+
+_FRAME_NAMES = ("rewards, metrics and lengths", "tokens", "masks", "log-probabilities", "transcripts")
+_FRAME_LIMITS = (MAX_HEADER_BYTES, *[MAX_MESSAGE_BYTES] * (RESULT_FRAMES - 1))
 
 _INT32 = np.dtype("<i4")
 _FLOAT32 = np.dtype("<f4")
@@ -241,46 +273,82 @@ def encode(message: ToServer | ToClient) -> bytes:
     return _encoder.encode(message)
 
 
-def decode_to_server(frames: Seq[bytes]) -> ToServer:
-    """A client's message, without the routing id in front of it."""
+def decode_to_server(frames: Seq[bytes], protocol: int = PROTOCOL) -> ToServer:
+    """A client's message in a version of the protocol, without the routing id in front of it."""
+    return VERSIONS[protocol].to_server(frames)
+
+
+def decode_to_client(frames: Seq[bytes], protocol: int = PROTOCOL) -> FromServer:
+    """A server's message in a version of the protocol; results come with their arrays, checked to fit their header."""
+    return VERSIONS[protocol].to_client(frames)
+
+
+def version_of(frames: Seq[bytes]) -> int:
+    """The version to read a stranger's message in: what its greeting says, else the present one."""
+    try:
+        protocol = _greeting.decode(frames[0]).protocol if frames else PROTOCOL
+    except _BROKEN:
+        return PROTOCOL
+    return protocol if protocol in VERSIONS else PROTOCOL
+
+
+def spoken() -> str:
+    """The versions that this release speaks, in words."""
+    return " or ".join(map(str, sorted(VERSIONS)))
+
+
+def _decode_to_server_1(frames: Seq[bytes]) -> ToServer:
     if len(frames) != 1:
         raise WireError(f"a message to a server has 1 frame, got {len(frames)}")
     try:
         message = _to_server.decode(frames[0])
     except _BROKEN as error:
         raise _undecodable(frames[0], f"not a message to a server: {error}") from None
-    if type(message) is Run:
+    if type(message) is Request:
         if not 0 <= message.timeout_s < math.inf:
             raise WireError(
-                f"timeout_s must be finite and not negative, got {message.timeout_s}", run_id=message.id
+                f"timeout_s must be finite and not negative, got {message.timeout_s}", request_id=message.id
             )
         if message.kind == "rollout" and message.count != 1:
-            raise WireError(f"a rollout has a count of 1, got {message.count}", run_id=message.id)
+            raise WireError(f"a rollout has a count of 1, got {message.count}", request_id=message.id)
     elif type(message) is Hello and not 0 < message.lease_s < math.inf:
         raise WireError(f"lease_s must be finite and positive, got {message.lease_s}")
     return message
 
 
-def decode_to_client(
-    frames: Seq[bytes],
-) -> Welcome | Ready | Refused | Expired | Failure | Pong | Drained | ResultArrays:
-    """A server's message; results come with their arrays, checked to fit their header."""
+def _decode_to_client_1(frames: Seq[bytes]) -> FromServer:
     if not frames or len(frames[0]) > MAX_HEADER_BYTES:
         raise WireError(f"a header has 1 to {MAX_HEADER_BYTES} bytes, got {len(frames[0]) if frames else 0}")
     try:
         message = _to_client.decode(frames[0])
     except _BROKEN as error:
         raise _undecodable(frames[0], f"not a message to a client: {error}") from None
-    if type(message) is Result:
+    if type(message) is ResultHeader:
         return _with_arrays(message, frames)
     if len(frames) != 1:
         raise WireError(f"a {type(message).__name__.lower()} has 1 frame, got {len(frames)}")
-    assert not isinstance(message, Result)
+    assert not isinstance(message, ResultHeader)
     return message
 
 
-def encode_result(run_id: int, rollouts: Seq[Rollout]) -> list[bytes]:
-    """The frames of a result; the rollouts have been checked."""
+def encode_result(request_id: int, rollouts: Seq[Rollout]) -> list[bytes]:
+    """The frames of a result of rollouts that have been checked; InvalidRolloutError for what cannot be sent."""
+    try:
+        frames = _result_frames(request_id, rollouts)
+    # Text that is no Unicode, numbers beyond 64 bits, endless nesting, and whatever the repr() of an object raises.
+    except Exception as error:
+        raise InvalidRolloutError(
+            f"the rollout cannot be encoded: {type(error).__name__}: {error}"
+        ) from error
+    for name, frame, limit in zip(_FRAME_NAMES, frames, _FRAME_LIMITS, strict=True):
+        if len(frame) > limit:
+            raise InvalidRolloutError(
+                f"{name} of {len(frame):,} bytes cannot be sent; the limit is {limit:,}"
+            )
+    return frames
+
+
+def _result_frames(request_id: int, rollouts: Seq[Rollout]) -> list[bytes]:
     headers = []
     sequences = []
     transcripts = []
@@ -307,7 +375,7 @@ def encode_result(run_id: int, rollouts: Seq[Rollout]) -> list[bytes]:
             }
         )
     return [
-        _encoder.encode(Result(run_id, headers)),
+        _encoder.encode(ResultHeader(request_id, headers)),
         b"".join([_raw(sequence.tokens, _INT32) for sequence in sequences]),
         b"".join([_raw(sequence.mask, _UINT8) for sequence in sequences]),
         b"".join([_raw(sequence.logprobs, _FLOAT32) for sequence in sequences]),
@@ -333,43 +401,64 @@ def _raw(array: np.ndarray[Any, Any], dtype: np.dtype[Any]) -> bytes:
     return array.tobytes()
 
 
-def _with_arrays(result: Result, frames: Seq[bytes]) -> ResultArrays:
-    """The arrays behind a result's header, or a WireError that names the run."""
+def _with_arrays(result: ResultHeader, frames: Seq[bytes]) -> Result:
+    """The arrays behind a result's header, or a WireError that names the request."""
     if len(frames) != RESULT_FRAMES:
-        raise WireError(f"a result has {RESULT_FRAMES} frames, got {len(frames)}", run_id=result.id)
+        raise WireError(f"a result has {RESULT_FRAMES} frames, got {len(frames)}", request_id=result.id)
     _, tokens, mask, logprobs, transcript = frames
-    total = 0
+    lengths: list[int] = []
     for rollout in result.rollouts:
-        total += sum(rollout.lengths)
-        if not math.isfinite(rollout.reward):
-            raise WireError(f"reward is {rollout.reward}", run_id=result.id)
-        if rollout.metrics and not all(map(math.isfinite, rollout.metrics.values())):
-            raise WireError("a metric is not finite", run_id=result.id)
+        lengths += rollout.lengths
+        if not fits_float32(rollout.reward):
+            raise InvalidResultError(f"reward is {rollout.reward}", request_id=result.id)
+        for named in (rollout.metrics, rollout.timings):
+            if named and not all(map(fits_float32, named.values())):
+                raise InvalidResultError("a metric or timing is not finite", request_id=result.id)
+    total = sum(lengths)
     if len(tokens) != 4 * total or len(mask) != total or len(logprobs) != 4 * total:
         raise WireError(
             f"{total} tokens announced, but the frames hold {len(tokens)}, {len(mask)} and {len(logprobs)} bytes",
-            run_id=result.id,
+            request_id=result.id,
         )
-    floats = np.frombuffer(logprobs, _FLOAT32)
-    if not np.logical_and.reduce(np.isfinite(floats)):
-        raise WireError("log-probabilities contain NaN or infinity", run_id=result.id)
-    return ResultArrays(
-        result.id,
-        result.rollouts,
-        np.frombuffer(tokens, _INT32),
-        np.frombuffer(mask, _UINT8),
-        floats,
-        transcript,
-    )
+    arrays = np.frombuffer(tokens, _INT32), np.frombuffer(mask, _UINT8), np.frombuffer(logprobs, _FLOAT32)
+    flaw = find_flaw(*arrays, lengths) or _flaw_in_transcript(transcript, len(result.rollouts))
+    if flaw:
+        raise InvalidResultError(flaw, request_id=result.id)
+    return Result(result.id, result.rollouts, *arrays, transcript)
+
+
+def _flaw_in_transcript(transcript: bytes, rollouts: int) -> str:
+    """What is wrong with the list of transcripts; what stands in its entries is skipped, not decoded."""
+    try:
+        entries = len(_transcript_decoder.decode(transcript))
+    except _BROKEN as error:
+        return f"the transcripts are not a msgpack list: {error}"
+    return "" if entries == rollouts else f"{entries} transcripts for {rollouts} rollouts"
+
+
+class Version(NamedTuple):
+    """How messages of one version become the present ones."""
+
+    to_server: Callable[[Seq[bytes]], ToServer]
+    to_client: Callable[[Seq[bytes]], FromServer]
+
+
+VERSIONS: Mapping[int, Version] = {1: Version(_decode_to_server_1, _decode_to_client_1)}
+"""Versions that both sides still speak, each with its decoders: whoever raises PROTOCOL adds a row and keeps the old.
+
+A client says hello in its newest version. A server that does not speak it says so with the version that it speaks
+itself, in which the client says hello again if it can. `hello`, `welcome` and `refused` have their `type` and
+`protocol` in every version.
+"""
 
 
 def _undecodable(header: bytes, message: str) -> WireError:
     """The error for a broken header, with the id or the protocol that can still be read from it.
 
-    With them a run fails instead of waiting, and a peer of another version learns that it is one.
+    With them a request fails instead of waiting, and a peer of another version learns that it is one.
     """
     try:
-        return WireError(message, run_id=_addressed.decode(header).id)
+        return WireError(message, request_id=_addressed.decode(header).id)
     except _BROKEN:
         pass
     try:

@@ -12,7 +12,6 @@ do is no affair of this module. A function gets only those of the env's `args` t
 it takes any.
 """
 
-import importlib
 import inspect
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -20,7 +19,8 @@ from typing import Any
 
 from envs.environment import Environment, Task, Tasks
 from envs.errors import EnvironmentLoadError
-from envs.loader import nearest, parse_id
+from envs.importing import ImportReferenceError, import_attribute, nearest
+from envs.loader import parse_id
 from envs.model import Model
 from envs.rollout import Rollout
 
@@ -115,21 +115,14 @@ LOADER = DomainLoader()
 
 
 def _function(reference: str, shown: str) -> Callable[..., Any]:
-    module_name, _, attribute = reference.partition(":")
-    if not module_name or not attribute:
-        raise EnvironmentLoadError(f'{shown} "{reference}" is not module:function')
     try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        raise EnvironmentLoadError(f'{shown} "{reference}": there is no module {error.name}') from error
-    function = getattr(module, attribute, None)
-    if not callable(function):
-        there = [name for name, value in vars(module).items() if inspect.isfunction(value)]
-        raise EnvironmentLoadError(
-            f'{shown} "{reference}": {module_name} has no function "{attribute}"; {nearest(attribute, there)}'
-        )
-    found: Callable[..., Any] = function
-    return found
+        found = import_attribute(reference, what=shown, suggest=inspect.isfunction)
+    except ImportReferenceError as error:
+        raise EnvironmentLoadError(str(error)) from error.__cause__
+    if not callable(found):
+        raise EnvironmentLoadError(f'{shown} "{reference}" is not a function')
+    function: Callable[..., Any] = found
+    return function
 
 
 def _taken(function: Callable[..., Any], args: Mapping[str, Any]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from typing import Any
 
 from envs.environment import Environment, Task
 from envs.errors import EnvironmentLoadError
-from envs.loader import nearest
+from envs.importing import nearest
 from envs.model import Model
 from envs.rollout import Rollout
 

@@ -24,7 +24,12 @@ import structlog
 import verifiers.v1 as vf  # type: ignore[import-not-found]  # only in a virtualenv of its own
 from verifiers.v1.runtimes import runtime_is_local  # type: ignore[import-not-found]  # as above
 
-from envs.adapters.verifiers_v1_seats import Attempt, PolicyInterception, client_config, current_attempt
+from envs.adapters.verifiers_v1_seats import (
+    PolicyInterception,
+    RolloutSeats,
+    client_config,
+    current_rollout,
+)
 from envs.environment import Environment, Task, Tasks
 from envs.errors import EnvironmentLoadError, RolloutFailure
 from envs.model import Model
@@ -104,16 +109,16 @@ class TasksetEnvironment(Environment):
         return TasksetTasks(taskset, None if taskset.bounded else self._endless_tasks)
 
     async def rollout(self, task: Task, model: Model) -> Rollout:
-        attempt = Attempt(model)
-        token = current_attempt.set(attempt)
+        seats = RolloutSeats(model)
+        token = current_rollout.set(seats)
         try:
             context = vf.ModelContext(model=model.name, client=client_config(model))
             episode = await self._env.run_episode(task["task"], context)
         finally:
-            current_attempt.reset(token)
+            current_rollout.reset(token)
         if not episode.ok:
-            raise _failure(episode, attempt)
-        return self._handed_in(episode, attempt)
+            raise _failure(episode, seats)
+        return self._handed_in(episode, seats)
 
     async def _serve(self, ready: asyncio.Future[None]) -> None:
         try:
@@ -130,9 +135,9 @@ class TasksetEnvironment(Environment):
                 raise
             ready.set_exception(error)
 
-    def _handed_in(self, episode: Any, attempt: Attempt) -> Rollout:
+    def _handed_in(self, episode: Any, rollout: RolloutSeats) -> Rollout:
         """The trainable traces as one rollout; its reward is their mean."""
-        traces = [trace for trace in episode.traces if trace.agent.trainable and trace.id in attempt.seats]
+        traces = [trace for trace in episode.traces if trace.agent.trainable and trace.id in rollout.seats]
         if not traces:
             raise RolloutFailure(
                 "no_model_call",
@@ -142,7 +147,7 @@ class TasksetEnvironment(Environment):
             )
         for trace in traces:
             _check_scored(trace)
-        parts = [attempt.seats[trace.id].model.rollout(trace.reward) for trace in traces]
+        parts = [rollout.seats[trace.id].model.rollout(trace.reward) for trace in traces]
         last = traces[-1]
         return Rollout(
             sequences=[sequence for part in parts for sequence in part.sequences],
@@ -152,7 +157,7 @@ class TasksetEnvironment(Environment):
             stop_reason=last.stop_condition or parts[-1].stop_reason,
             truncated=any(trace.is_truncated for trace in traces),
             timings={
-                "total": attempt.model.rollout(0.0).timings["total"],
+                "total": rollout.model.rollout(0.0).timings["total"],
                 "inference": sum(part.timings["inference"] for part in parts),
             },
         )
@@ -182,10 +187,10 @@ def _find_uv() -> None:
         os.environ["PATH"] = f"{beside}{os.pathsep}{os.environ.get('PATH', '')}"
 
 
-def _failure(episode: Any, attempt: Attempt) -> RolloutFailure:
+def _failure(episode: Any, rollout: RolloutSeats) -> RolloutFailure:
     """Why an episode is not ok: what the model raised comes back as it was, anything else keeps its type."""
     for trace in episode.traces:
-        seat = attempt.seats.get(trace.id)
+        seat = rollout.seats.get(trace.id)
         if not trace.ok and seat is not None and seat.failure is not None:
             return seat.failure
     errors = [error for trace in episode.traces if not trace.ok for error in trace.errors] + list(

@@ -31,14 +31,14 @@ class Seat:
 
 
 @dataclass(slots=True)
-class Attempt:
+class RolloutSeats:
     """One rollout: the model it was given, and a seat per trace that asks it."""
 
     model: Model
     seats: dict[str, Seat] = field(default_factory=dict)
 
 
-current_attempt: ContextVar[Attempt] = ContextVar("attempt")
+current_rollout: ContextVar[RolloutSeats] = ContextVar("rollout")
 
 
 class SeatClient(vf.Client):  # type: ignore[misc]  # the library has no types for us
@@ -95,12 +95,12 @@ class PolicyInterception(Interception):  # type: ignore[misc]  # the library has
 
     @asynccontextmanager
     async def acquire(self, session: Any) -> AsyncIterator[Any]:
-        attempt = current_attempt.get()
+        rollout = current_rollout.get()
         async with self._inner.acquire(session) as slot:
             # Roles that the author or the args pinned to an endpoint of their own keep it.
-            if session.ctx.client == client_config(attempt.model):
-                seat = Seat(attempt.model.sibling(name=session.ctx.model))
-                attempt.seats[session.trace.id] = seat
+            if session.ctx.client == client_config(rollout.model):
+                seat = Seat(rollout.model.sibling(name=session.ctx.model))
+                rollout.seats[session.trace.id] = seat
                 session.client = SeatClient(seat)
             yield slot
 

@@ -1,7 +1,7 @@
 """Hosts an environment: one server process per worker, on consecutive ports, restarted when it dies.
 
 Workers get their instructions on standard input, so no secret is in an argument list, and end when this
-process does. SIGTERM or SIGINT stops them within a bound. A worker that cannot start ends them all with its
+process does, with all that they started. SIGTERM or SIGINT stops them within a bound. A worker that cannot start ends them all with its
 exit code; one that dies later is started again after a growing pause, within a budget.
 """
 
@@ -12,6 +12,7 @@ import re
 import signal
 import socket
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
@@ -19,17 +20,18 @@ from urllib.parse import urlsplit
 import msgspec
 import structlog
 
-from envs.curve import off_loopback, read_key, read_pair
+from envs.addresses import is_loopback
+from envs.curve import read_key, read_pair
 from envs.loader import parse_id
 from envs.logs import configure_logging
 from envs.server_spec import EXIT_STARTUP, ServerSpec
 from orchestrator.cli.env import UsageError
+from orchestrator.env_servers.launching import server_command
+from orchestrator.env_servers.processes import ChildProcess, describe_exit
+from orchestrator.env_servers.supervision import RestartBudget, RestartPolicy
 
 _STOP_S = 20.0
-_FIRST_PAUSE_S = 0.5
-_MAX_PAUSE_S = 30.0
-_HEALTHY_S = 60.0
-_MAX_RESTARTS = 10
+_RESTARTS = RestartPolicy(max_restarts=10, window_s=600.0, first_delay_s=0.5, max_delay_s=30.0)
 
 log = structlog.get_logger()
 
@@ -54,7 +56,7 @@ def build_specs(
     clients = [read_key(source) for source in client_keys]
     if bool(pair) != bool(clients):
         raise UsageError("--secret-key-file and --client-key-file belong together; see `env keygen`")
-    if off_loopback(bind) and pair is None and not insecure:
+    if not is_loopback(bind) and pair is None and not insecure:
         raise UsageError(
             f"{bind} can be reached by other machines and there are no keys; make some with"
             " `orchestrator env keygen DIR`, or allow it with --insecure"
@@ -73,7 +75,6 @@ def build_specs(
             key_variables=list(key_variables),
             log_level=log_level,
             log_format="pretty" if sys.stderr.isatty() else "json",
-            parent_pid=os.getpid(),
         )
         for number, address in enumerate(addresses)
     ]
@@ -120,20 +121,17 @@ async def _serve(specs: Sequence[ServerSpec]) -> int:
 
 async def _keep(spec: ServerSpec, stopping: asyncio.Event) -> int:
     """Run one worker again and again until told to stop, until it cannot start, or the budget is used up."""
-    loop = asyncio.get_running_loop()
-    failures = 0
+    budget = RestartBudget(_RESTARTS)
     while True:
-        started = loop.time()
         code = await _run(spec, stopping)
         if stopping.is_set():
             return code if code > 0 else 0
-        failures = 1 if loop.time() - started > _HEALTHY_S else failures + 1
-        if code == EXIT_STARTUP or failures > _MAX_RESTARTS:
-            log.error("worker.given_up", worker=spec.name, code=code, failures=failures)
+        pause = None if code == EXIT_STARTUP else budget.next_delay_s(time.monotonic())
+        if pause is None:
+            log.error("worker.given_up", worker=spec.name, why=f"it {describe_exit(code)}")
             stopping.set()
             return code if code > 0 else 1
-        pause = min(_MAX_PAUSE_S, _FIRST_PAUSE_S * 2.0 ** (failures - 1))
-        log.warning("worker.restarted", worker=spec.name, code=code, pause_s=pause)
+        log.warning("worker.restarted", worker=spec.name, why=f"it {describe_exit(code)}", pause_s=pause)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(pause):
                 await stopping.wait()
@@ -142,27 +140,18 @@ async def _keep(spec: ServerSpec, stopping: asyncio.Event) -> int:
 
 async def _run(spec: ServerSpec, stopping: asyncio.Event) -> int:
     """One life of a worker; its exit code, negative for a signal."""
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "envs.server", stdin=asyncio.subprocess.PIPE
+    worker = ChildProcess(
+        server_command(sys.executable),
+        kept=True,
+        first_line=msgspec.json.encode(spec) + b"\n",
+        log_path=None,
+        environ={"PYTHONHASHSEED": "0", **os.environ},
     )
-    assert process.stdin is not None
     try:
-        # Left open: its end is how the worker notices that we are gone.
-        process.stdin.write(msgspec.json.encode(spec) + b"\n")
         async with asyncio.TaskGroup() as tasks:
-            ending = tasks.create_task(process.wait())
             asked = tasks.create_task(stopping.wait())
-            await asyncio.wait((ending, asked), return_when=asyncio.FIRST_COMPLETED)
-            if not ending.done():
-                process.terminate()
-                await asyncio.wait((ending,), timeout=_STOP_S)
+            await asyncio.wait((worker.exited, asked), return_when=asyncio.FIRST_COMPLETED)
             asked.cancel()
-            if not ending.done():
-                log.error("worker.killed", worker=spec.name, why=f"it did not stop in {_STOP_S:g} s")
-                process.kill()
-        return ending.result()
     finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-        process.stdin.close()
+        code = await worker.stop(grace_s=_STOP_S)
+    return 1 if code is None else code

@@ -7,6 +7,7 @@ passes there. Without a base URL the small local policy answers.
 import asyncio
 import contextlib
 import os
+import re
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -19,18 +20,20 @@ from rich.console import Console
 from rich.markup import escape
 
 from envs import wire
+from envs.answering import Responder
 from envs.environment import Environment
 from envs.errors import shown_url
 from envs.inference_client import InferenceClient
 from envs.loader import load_environment, parse_id
 from envs.logs import configure_logging
 from envs.model import ModelSettings
-from envs.running import Runner
 from orchestrator.cli.env import UsageError
 
 EXIT_FAILED = 1
 EXIT_STARTUP = 3
 _TEXT_CHARS = 4000
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+"""What a terminal obeys instead of showing it; line ends and tabs stay."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,22 +83,22 @@ async def _try(spec: TrySpec, environment: Environment, settings: ModelSettings,
     async with _endpoint(spec) as base_url, InferenceClient(limit=spec.rollouts) as client:
         if not settings.model:
             settings = replace(settings, model=await _first_model(base_url, settings.api_key))
-        runner = Runner(environment, client=client, env=spec.id)
+        responder = Responder(environment, client=client, env=spec.id)
         try:
             await environment.setup()
-            count = runner.tasks_in(split)
+            count = responder.tasks_in(split)
         # The environment's own code, which may raise anything: show where, as the server's log would.
         except Exception:
             console.print_exception(show_locals=False)
             return EXIT_STARTUP
         try:
             tasks = "unbounded" if count is None else f"{count} tasks"
-            scored = ", scored as a group" if runner.group_scored else ""
+            scored = ", scored as a group" if responder.group_scored else ""
             console.print(
-                f"{escape(spec.id)}  split {split} ({tasks}), task {spec.index}{scored}; "
-                f"model {escape(settings.model)} at {shown_url(base_url)}"
+                f"{_shown(spec.id)}  split {split} ({tasks}), task {spec.index}{scored}; "
+                f"model {_shown(settings.model)} at {shown_url(base_url)}"
             )
-            answers = await _run(spec, split, runner, settings, base_url)
+            answers = await _run(spec, split, responder, settings, base_url)
         finally:
             await environment.close()
     failed = 0
@@ -105,12 +108,12 @@ async def _try(spec: TrySpec, environment: Environment, settings: ModelSettings,
 
 
 async def _run(
-    spec: TrySpec, split: str, runner: Runner, settings: ModelSettings, base_url: str
-) -> list[wire.ResultArrays | wire.Failure]:
+    spec: TrySpec, split: str, responder: Responder, settings: ModelSettings, base_url: str
+) -> list[wire.Result | wire.Failure]:
     """The answers a server would send: one for the whole group, or one per rollout."""
-    grouped = runner.group_scored
-    runs = [
-        wire.Run(
+    grouped = responder.group_scored
+    requests = [
+        wire.Request(
             id=number,
             kind="group" if grouped else "rollout",
             split=split,
@@ -123,11 +126,11 @@ async def _run(
         for number in range(1 if grouped else spec.rollouts)
     ]
     async with asyncio.TaskGroup() as tasks:
-        running = [tasks.create_task(runner.answer(run, settings)) for run in runs]
-    answers: list[wire.ResultArrays | wire.Failure] = []
+        running = [tasks.create_task(responder.answer(request, settings)) for request in requests]
+    answers: list[wire.Result | wire.Failure] = []
     for task in running:
         message = wire.decode_to_client(task.result())
-        assert isinstance(message, wire.ResultArrays | wire.Failure)
+        assert isinstance(message, wire.Result | wire.Failure)
         answers.append(message)
     return answers
 
@@ -164,15 +167,15 @@ async def _first_model(base_url: str, api_key: str | None) -> str:
     raise UsageError(f"{where} answered {status} and names no model; give one with --model")
 
 
-def _show(answer: wire.ResultArrays | wire.Failure, console: Console) -> bool:
+def _show(answer: wire.Result | wire.Failure, console: Console) -> bool:
     """Print one answer; whether it is a failure."""
     if isinstance(answer, wire.Failure):
         again = "may help" if answer.retryable else "will not help"
         console.rule(f"rollout {answer.id + 1} failed", align="left")
-        console.print(f"{escape(answer.kind)}: {escape(answer.message)} (another attempt {again})")
+        console.print(f"{_shown(answer.kind)}: {_shown(answer.message)} (another attempt {again})")
         # Other kinds say it all in their message; only the environment's own exceptions need their place.
         if answer.kind == "error" and answer.detail:
-            console.print(escape(answer.detail.rstrip()), style="dim")
+            console.print(_shown(answer.detail.rstrip()), style="dim")
         return True
     transcripts = msgspec.msgpack.decode(answer.transcript)
     start = 0
@@ -180,10 +183,15 @@ def _show(answer: wire.ResultArrays | wire.Failure, console: Console) -> bool:
         end = start + sum(header.lengths)
         console.rule(f"rollout {answer.id + number + 1}  reward {header.reward:g}", align="left")
         for message in transcript["messages"]:
-            console.print(f"[bold]{escape(str(message.get('role', '?')))}[/bold]  {escape(_said(message))}")
+            console.print(f"[bold]{_shown(str(message.get('role', '?')))}[/bold]  {_shown(_said(message))}")
         console.print(_facts(header, answer, start, end), style="dim")
         start = end
     return False
+
+
+def _shown(text: str) -> str:
+    """Text of others as it may be printed: it neither moves the cursor nor is it taken for markup."""
+    return escape(_CONTROL.sub("", text))
 
 
 def _said(message: dict[str, Any]) -> str:
@@ -200,7 +208,7 @@ def _said(message: dict[str, Any]) -> str:
     return text if len(text) <= _TEXT_CHARS else f"{text[:_TEXT_CHARS]} … ({len(text)} characters)"
 
 
-def _facts(header: wire.RolloutHeader, answer: wire.ResultArrays, start: int, end: int) -> str:
+def _facts(header: wire.RolloutHeader, answer: wire.Result, start: int, end: int) -> str:
     parts = [f"stop {header.stop_reason}{' (truncated)' if header.truncated else ''}"]
     if header.lengths:
         sampled = int(answer.mask[start:end].sum())
@@ -208,7 +216,7 @@ def _facts(header: wire.RolloutHeader, answer: wire.ResultArrays, start: int, en
         parts.append(f"sequences {_join(header.lengths)}, sampled {sampled}, mean log-probability {mean:.3f}")
     parts += [f"{name} {value * 1000:.1f} ms" for name, value in header.timings.items()]
     parts += [f"{name} {value:g}" for name, value in header.metrics.items()]
-    return " · ".join(escape(part) for part in parts)
+    return " · ".join(_shown(part) for part in parts)
 
 
 def _join(lengths: Sequence[int]) -> str:

@@ -6,10 +6,9 @@ that), and so report together with it.
 
 from collections.abc import Iterator, Mapping
 from fractions import Fraction
-from ipaddress import ip_address
 from typing import Any
-from urllib.parse import urlsplit
 
+from envs.addresses import is_loopback
 from envs.loader import LOADERS
 
 Problem = tuple[str, str]
@@ -161,20 +160,6 @@ def _ranks(data: Mapping[str, Any]) -> Iterator[Problem]:
         )
     if batch.get("unit", "sequences") == "sequences" and size % world_size:
         yield "trainer.world_size", f"a batch of {size} cannot be shared equally by {world_size} ranks"
-
-
-def is_loopback(address: str) -> bool:
-    """Whether an address, given as host or as URL, stays on this machine."""
-    if address.startswith(("ipc://", "inproc://", "file://")):
-        return True
-    place = address.split("://")[-1]
-    if place.count(":") > 1 and not place.startswith("["):
-        place = f"[{place}]"  # an IPv6 host alone, whose colons set no port apart
-    try:
-        host = urlsplit(f"//{place}").hostname or ""
-        return host == "localhost" or ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _exposure(data: Mapping[str, Any]) -> Iterator[Problem]:

@@ -13,7 +13,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from envs.wire import ResultArrays
+from envs.backoff import backoff_s
+from envs.wire import Result
 from orchestrator.dispatch.admission import Admission
 from orchestrator.dispatch.ledger import Lane, Ledger, Outcome
 from orchestrator.dispatch.limits import Ramp
@@ -99,7 +100,7 @@ class Dispatcher:
 
     # --- what comes in ---------------------------------------------------------------------------------------------
 
-    def finish(self, attempt: Attempt, result: ResultArrays, now: float) -> None:
+    def finish(self, attempt: Attempt, result: Result, now: float) -> None:
         """An attempt brought rollouts back."""
         if attempt.ended:
             return
@@ -361,7 +362,7 @@ class Dispatcher:
         group = attempt.group
         if retryable and attempt.number < self._rules_of(group).max_attempts and not group.closed:
             again = Attempt(group=group, count=attempt.count, number=attempt.number + 1)
-            pause = min(self._rules.max_backoff_s, self._rules.backoff_s * 2 ** (attempt.number - 1))
+            pause = backoff_s(attempt.number, first_s=self._rules.backoff_s, max_s=self._rules.max_backoff_s)
             heapq.heappush(self._backoff, (now + pause, next(self._sequence), again))
             group.waiting += 1
             return

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from envs.wire import ResultArrays
+from envs.wire import Result
 from orchestrator.dispatch.ledger import Lane
 from orchestrator.tasks.task import TrainTask
 
@@ -38,7 +38,7 @@ class PendingGroup:
     extra: int = 0
     expected: int = 0
     endpoint: Any = None
-    results: list[ResultArrays] = field(default_factory=list)
+    results: list[Result] = field(default_factory=list)
     valid: int = 0
     failed: int = 0
     failure: str = ""

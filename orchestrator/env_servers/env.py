@@ -1,10 +1,11 @@
-"""One environment as the service sees it: its servers, what they declared, and how to run rollouts on them.
+"""One environment as the service sees it: its servers, what they declared, and how to ask them for rollouts.
 
 `spawn` starts the servers (or nothing, for servers elsewhere), `connect` waits until all are ready, `run`
-supervises them until cancelled, `shutdown` ends them; `submit` sends a request to the least loaded server
-with room. Requests of a server that goes away fail at once, as retryable. All servers of an environment
-must declare the same; sampling arguments are computed once and travel in the handshake, not in requests.
-A group-scored environment is run in whole groups only.
+supervises them until cancelled, `shutdown` ends them. `reserve` picks the least loaded server with room and
+takes the room at once, `submit` sends a request there: what was planned can always be sent. Requests of a
+server that goes away fail at once, as retryable. All servers of an environment must declare the same; sampling
+arguments are computed once and travel in the handshake, not in requests. A group-scored environment is asked
+for whole groups only.
 """
 
 import asyncio
@@ -18,33 +19,26 @@ import zmq
 from envs import wire
 from orchestrator.env_servers.launching import EnvSpec, ServerLauncher
 from orchestrator.env_servers.link import Link, LinkState
-from orchestrator.env_servers.requests import OnDone, RolloutRequest, RunFailure, RunOutcome, RunResult
+from orchestrator.env_servers.requests import Answer, OnDone, RolloutRequest
 from orchestrator.env_servers.supervision import STOP_GRACE_S, RestartPolicy, ServerSlot
 from orchestrator.errors import EnvError
 
 __all__ = [
+    "Answer",
     "Env",
     "EnvSpec",
     "Envs",
     "EvalEnv",
     "EvalEnvs",
     "EvalSettings",
-    "NoRoomError",
     "RestartPolicy",
     "RolloutRequest",
-    "RunFailure",
-    "RunOutcome",
-    "RunResult",
     "TrainEnv",
     "TrainEnvs",
     "TrainSettings",
 ]
 
 log = structlog.get_logger()
-
-
-class NoRoomError(EnvError):
-    """No ready server has room for the request now."""
 
 
 class Env:
@@ -54,7 +48,7 @@ class Env:
         self.spec = spec
         self.on_free: Callable[[], None] = lambda: None
         """Called when room appears, or goes, other than by a request's end: a server became ready or was lost,
-        a cancelled run stopped."""
+        a cancelled request stopped."""
         self._slots: list[ServerSlot] = []
         self._links: list[Link] = []
         self._group_scored = False
@@ -78,11 +72,6 @@ class Env:
         return self._declared.group_scored
 
     @property
-    def free(self) -> int:
-        """Rollouts for which ready servers have room."""
-        return sum(link.free for link in self._links)
-
-    @property
     def inflight(self) -> int:
         """Rollouts in flight."""
         return sum(link.inflight for link in self._links)
@@ -102,19 +91,9 @@ class Env:
         """Restarts and reconnections of all servers so far."""
         return sum(slot.restarts for slot in self._slots)
 
-    @property
-    def pids(self) -> dict[str, int]:
-        """Processes of the servers that were spawned here, by server name."""
-        return {slot.name: slot.process.pid for slot in self._slots if slot.process is not None}
-
     def stats(self) -> dict[str, wire.ServerStats | None]:
         """The latest statistics of each server, by name."""
         return {slot.name: slot.link.stats if slot.link is not None else None for slot in self._slots}
-
-    @property
-    def malformed(self) -> int:
-        """Messages from the present servers that could not be understood or that nobody had asked for."""
-        return sum(link.counts.malformed + link.counts.unexpected for link in self._links)
 
     async def spawn(self) -> None:
         """Start the servers; for servers elsewhere there is nothing to start."""
@@ -171,31 +150,42 @@ class Env:
         await self.shutdown()
 
     def has_room(self, count: int) -> bool:
-        """Whether one server has room for a run of `count` rollouts."""
+        """Whether one server has room for `count` rollouts."""
         return any(link.has_room(count) for link in self._links)
 
-    def submit(self, request: RolloutRequest, on_done: OnDone) -> None:
-        """Send a request to the least loaded server with room; NoRoomError when there is none.
+    def reserve(self, count: int) -> Link | None:
+        """Take room for `count` rollouts on the least loaded server that has it; None when none has.
 
-        `on_done(request, outcome)` is called exactly once, on the loop's thread and after this returned,
-        unless the request is cancelled first. By then its room is free again.
+        The room is taken until a request is submitted with it and has ended, or until `release`.
         """
         best: Link | None = None
-        count = request.count
         for link in self._links:
             if link.has_room(count) and (best is None or link.inflight < best.inflight):
                 best = link
-        if best is None:
-            raise NoRoomError(self.name, f"no server has room for {count} rollouts")
+        if best is not None:
+            best.reserve(count)
+        return best
+
+    def release(self, server: Link, count: int) -> None:
+        """Give back room that was reserved and is not going to be used."""
+        server.release(count)
+
+    def submit(self, request: RolloutRequest, on_done: OnDone, *, server: Link) -> None:
+        """Send a request to the server on which room for it was reserved.
+
+        `on_done(request, answer)` is called exactly once, on the loop's thread and after this returned, unless
+        the request is cancelled first. By then its room is free again. Where the server was lost since the room
+        was reserved, the answer is the failure "server_lost".
+        """
         if self._group_scored:
             request.group = True
-        best.submit(request, on_done)
+        server.submit(request, on_done)
 
     def cancel(self, request: RolloutRequest) -> bool:
         """Stop a request; whether it was under way. Its `on_done` is not called; harmless when it has ended."""
         return request.link is not None and request.link.cancel(request)
 
-    async def run_rollout(self, request: RolloutRequest) -> RunOutcome:
+    async def run_rollout(self, request: RolloutRequest) -> Answer:
         """Run one rollout and wait for it; cancelling this cancels the rollout."""
         if self.group_scored:
             raise EnvError(self.name, "it scores whole groups: use run_group()")
@@ -203,26 +193,26 @@ class Env:
             raise ValueError(f"a rollout has a count of 1, got {request.count}")
         return await self._ask(request)
 
-    async def run_group(self, request: RolloutRequest) -> RunOutcome:
+    async def run_group(self, request: RolloutRequest) -> Answer:
         """Run `count` rollouts of one task, scored together, and wait for them; cancelling this cancels them."""
         request.group = True
         return await self._ask(request)
 
-    async def _ask(self, request: RolloutRequest) -> RunOutcome:
+    async def _ask(self, request: RolloutRequest) -> Answer:
         loop = asyncio.get_running_loop()
-        while not self.has_room(request.count):
+        while (server := self.reserve(request.count)) is None:
             if self._closed:
-                return RunFailure("closed", f'env "{self.name}" was shut down', retryable=True)
+                return wire.Failure(0, "closed", f'env "{self.name}" was shut down', retryable=True)
             waiter: asyncio.Future[None] = loop.create_future()
             self._waiting.append(waiter)
             await waiter
-        done: asyncio.Future[RunOutcome] = loop.create_future()
+        done: asyncio.Future[Answer] = loop.create_future()
 
-        def on_done(_: RolloutRequest, outcome: RunOutcome) -> None:
+        def on_done(_: RolloutRequest, answer: Answer) -> None:
             if not done.done():
-                done.set_result(outcome)
+                done.set_result(answer)
 
-        self.submit(request, on_done)
+        self.submit(request, on_done, server=server)
         try:
             return await done
         finally:
@@ -266,36 +256,36 @@ class Env:
 class TrainSettings:
     """What the service wants to know of a training environment beside its servers."""
 
-    ratio: float | None = None
-    group_size: int = 8
-    min_batch_allocation: float = 0.0
-    max_inflight: int | None = None
-    rollouts_per_minute: float | None = None
+    ratio: float | None
+    group_size: int
+    min_batch_allocation: float
+    max_inflight: int | None
+    rollouts_per_minute: float | None
 
 
 class TrainEnv(Env):
     """An environment to train on."""
 
-    def __init__(self, spec: EnvSpec, settings: TrainSettings | None = None) -> None:
+    def __init__(self, spec: EnvSpec, settings: TrainSettings) -> None:
         super().__init__(spec)
-        self.settings = settings or TrainSettings()
+        self.settings = settings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalSettings:
     """What is evaluated, how often each task is tried, and every how many steps."""
 
-    num_examples: int | None = None
-    rollouts_per_example: int = 1
-    interval: int = 20
+    num_examples: int | None
+    rollouts_per_example: int
+    interval: int
 
 
 class EvalEnv(Env):
     """An environment to evaluate on."""
 
-    def __init__(self, spec: EnvSpec, settings: EvalSettings | None = None) -> None:
+    def __init__(self, spec: EnvSpec, settings: EvalSettings) -> None:
         super().__init__(spec)
-        self.settings = settings or EvalSettings()
+        self.settings = settings
 
     @property
     def examples(self) -> int:

@@ -24,8 +24,9 @@ import structlog
 import zmq
 
 import envs
-from envs import wire
-from envs.curve import ClientKeys, off_loopback
+from envs import keeper, wire
+from envs.addresses import is_loopback
+from envs.curve import ClientKeys
 from envs.logs import LogFormat
 from envs.server_spec import ServerSpec
 from envs.sessions import canonical_id
@@ -49,28 +50,30 @@ class EnvSpec:
 
     name: str
     id: str
-    split: str = "train"
-    train: bool = True
-    args: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    model: str = "local"
-    sampling: Mapping[str, Any] = field(default_factory=dict)
-    system_prompt: str | None = None
-    api_key_env: str | None = None
-    python: str | None = None
-    workers: int = 1
-    addresses: tuple[str, ...] = ()
-    capacity: int = 256
-    ready_timeout_s: float = 120.0
-    silence_timeout_s: float = 30.0
-    reconnect_timeout_s: float = 600.0
-    ping_interval_s: float = 1.0
-    lease_s: float = 15.0
-    restart: RestartPolicy = field(default_factory=RestartPolicy)
-    keys: ClientKeys | None = None
-    insecure: bool = False
-    log_dir: Path = Path("logs")
-    log_level: str = "info"
-    log_format: LogFormat = "json"
+    split: str
+    train: bool
+    args: Mapping[str, Any] = field(repr=False)
+    model: str
+    sampling: Mapping[str, Any]
+    system_prompt: str | None
+    api_key_env: str | None
+    python: str | None
+    workers: int
+    addresses: tuple[str, ...]
+    capacity: int
+    ready_timeout_s: float
+    silence_timeout_s: float
+    reconnect_timeout_s: float
+    ping_interval_s: float
+    lease_s: float
+    restart: RestartPolicy
+    keys: ClientKeys | None
+    insecure: bool
+    withheld: frozenset[str]
+    """Environment variables that a spawned server does not get: the secrets of the service itself."""
+    log_dir: Path
+    log_level: str
+    log_format: LogFormat
 
 
 class ServerLauncher:
@@ -85,7 +88,7 @@ class ServerLauncher:
         if len(set(spec.addresses)) != len(spec.addresses):
             raise EnvError(spec.name, f"an address is listed twice: {', '.join(spec.addresses)}")
         for address in spec.addresses:
-            if off_loopback(address) and spec.keys is None and not spec.insecure:
+            if not is_loopback(address) and spec.keys is None and not spec.insecure:
                 raise EnvError(
                     spec.name,
                     f"{address} is reached over the network without CURVE keys; "
@@ -153,17 +156,19 @@ class ServerLauncher:
             key_variables=[spec.api_key_env] if spec.api_key_env else [],
             log_level=spec.log_level,
             log_format=spec.log_format,
-            parent_pid=os.getpid(),
         )
         # Our `envs` comes first, from a directory that holds nothing else, so that another interpreter finds
         # it and a directory of that name in the working directory does not hide it.
         path = [str(self._directory.path / "lib"), str(Path.cwd()), os.environ.get("PYTHONPATH", "")]
         child = ChildProcess(
-            [spec.python or sys.executable, "-P", "-m", "envs.server"],
+            server_command(spec.python or sys.executable, "-P"),
+            kept=True,
             first_line=msgspec.json.encode(instructions) + b"\n",
             log_path=spec.log_dir / f"{re.sub(r'[^A-Za-z0-9_.-]+', '_', server)}.log",
             environ={
-                **os.environ,
+                # What an environment draws from hashes is then the same in every process; the user may choose another.
+                "PYTHONHASHSEED": "0",
+                **{name: value for name, value in os.environ.items() if name not in spec.withheld},
                 "PYTHONPATH": os.pathsep.join(filter(None, path)),
                 "PYTHONUNBUFFERED": "1",
             },
@@ -224,6 +229,11 @@ class ServerLauncher:
                 if isinstance(record, dict) and record.get("event") == "server.start_failed":
                     return str(record.get("why"))
         return ""
+
+
+def server_command(python: str, *options: str) -> list[str]:
+    """The command line of an env server under an interpreter, with the keeper that ends whatever it leaves."""
+    return [python, "-I", "-S", keeper.__file__, python, *options, "-m", "envs.server"]
 
 
 class PrivateDirectory:

@@ -1,9 +1,9 @@
 """The connection to one env server: handshake, requests matched to answers by id, heartbeat, loss.
 
 A link lives once: connecting, alive (the server speaks our protocol), ready (its environment is loaded), and
-then closed by us or lost. Every submitted request ends exactly once: by its answer, by `cancel`, or, when
-the link is lost for whatever reason (process gone, connection closed, silence, lease expired), at once with
-a failure that says so. Nothing is awaited and no future or task is made per message: callbacks only, on the
+then closed by us or lost. Room is counted as taken when it is reserved, before the request is there. Every
+submitted request ends exactly once: by its answer, by `cancel`, or, when the link is lost for whatever reason
+(process gone, connection closed, silence, lease expired), at once with a failure that says so. Nothing is awaited and no future or task is made per message: callbacks only, on the
 loop's thread. Restarting and reconnecting is the supervisor's affair.
 """
 
@@ -16,13 +16,14 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
+import msgspec
 import structlog
 import zmq
 
 from envs import wire
 from envs.curve import ClientKeys, secure_client
 from envs.drained import DrainedSocket
-from orchestrator.env_servers.requests import OnDone, RolloutRequest, RunFailure, RunOutcome, RunResult
+from orchestrator.env_servers.requests import Answer, OnDone, RolloutRequest
 
 log = structlog.get_logger()
 
@@ -77,10 +78,10 @@ class Link:
         hello: wire.Hello,
         listener: LinkListener,
         context: zmq.Context[zmq.Socket[bytes]],
-        keys: ClientKeys | None = None,
-        ping_interval_s: float = 1.0,
-        silence_timeout_s: float = 30.0,
-        waiting: Sized = (),
+        keys: ClientKeys | None,
+        ping_interval_s: float,
+        silence_timeout_s: float,
+        waiting: Sized,
     ) -> None:
         self.env = env
         self.server = server
@@ -92,7 +93,8 @@ class Link:
         self.round_trip_s: float | None = None
         self.counts = LinkCounts()
         self.handshake_error = ""
-        self._hello = wire.encode(hello)
+        self._hello = hello
+        self._protocol = wire.PROTOCOL
         self._listener = listener
         self._waiting = waiting
         self._loop = asyncio.get_running_loop()
@@ -129,26 +131,32 @@ class Link:
         self._timer = self._loop.call_later(ping_interval_s, self._tick)
         socket.connect(address)
 
-    @property
-    def free(self) -> int:
-        """Rollouts that the server has room for."""
-        return max(0, self.capacity - self.inflight) if self.state is LinkState.READY else 0
-
     def has_room(self, count: int) -> bool:
-        """Whether a run of `count` rollouts can start; a group larger than the server gets it to itself."""
+        """Whether `count` rollouts can start; a group larger than the server gets it to itself."""
         return self.state is LinkState.READY and (
             self.inflight == 0 or self.inflight + count <= self.capacity
         )
 
+    def reserve(self, count: int) -> None:
+        """Take room for a request that is going to be submitted, so that nobody else plans with it."""
+        self.inflight += count
+
+    def release(self, count: int) -> None:
+        """Give back room that was reserved for a request which is not going to be submitted."""
+        if self.state is LinkState.READY:
+            self.inflight -= count
+
     def submit(self, request: RolloutRequest, on_done: OnDone) -> None:
-        """Send a request; `on_done` is called exactly once, later, unless it is cancelled first."""
-        run_id = next(self._ids)
-        request.id = run_id
+        """Send a request whose room is reserved; `on_done` is called exactly once, later, unless it is cancelled first."""
+        request.id = next(self._ids)
         request.link = self
-        self._pending[run_id] = (request, on_done)
-        self.inflight += request.count
-        run = wire.Run(
-            run_id,
+        self._pending[request.id] = (request, on_done)
+        if self.state is not LinkState.READY:
+            # Lost since the room was reserved.
+            self._loop.call_soon(self._end_unsent, request.id)
+            return
+        message = wire.Request(
+            request.id,
             "group" if request.group else "rollout",
             request.split,
             request.index,
@@ -158,7 +166,7 @@ class Link:
             request.cache_salt,
             request.timeout_s,
         )
-        if not self._send(wire.encode(run)):
+        if not self._send(wire.encode(message)):
             # The connection is gone and its event not here yet. Not from within submit: see LinkListener.
             self._loop.call_soon(self.lose, "the connection is closed")
 
@@ -186,8 +194,7 @@ class Link:
             return
         self.state = LinkState.LOST
         self._shut()
-        failure = RunFailure("server_lost", f"server {self.server}: {reason}", retryable=True, lost=True)
-        self._end_all(failure)
+        self._end_all(wire.SERVER_LOST, reason, inflight=len(self._pending))
         self._listener.on_lost(self, reason)
 
     def close(self) -> None:
@@ -197,7 +204,7 @@ class Link:
         self._send(wire.encode(wire.Bye()))
         self.state = LinkState.CLOSED
         self._shut(linger_ms=200)
-        self._end_all(RunFailure("closed", f"server {self.server}: the link was closed", retryable=True))
+        self._end_all("closed", "the link was closed")
 
     def _shut(self, *, linger_ms: int = 0) -> None:
         self._timer.cancel()
@@ -207,16 +214,35 @@ class Link:
         if self._drained is not None and not self._drained.done():
             self._drained.set_result(None)
 
-    def _end_all(self, failure: RunFailure) -> None:
+    def _end_all(self, kind: str, reason: str, *, retryable: bool = True, inflight: int = 0) -> None:
+        """Fail what is in flight; nobody has room here any more."""
         pending, self._pending = self._pending, {}
         self.inflight = 0
         for request, on_done in pending.values():
             if on_done is not None:
-                self._tell(on_done, request, failure)
+                self._tell(on_done, request, self._failure(request.id, kind, reason, retryable, inflight))
 
-    def _tell(self, on_done: OnDone, request: RolloutRequest, outcome: RunOutcome) -> None:
+    def _end_unsent(self, request_id: int) -> None:
+        """Fail a request that came too late to be sent."""
+        request, on_done = self._pending.pop(request_id)
+        if on_done is not None:
+            lost = self.state is LinkState.LOST
+            reason = "it was lost before the request was sent" if lost else "the link was closed"
+            self._tell(
+                on_done,
+                request,
+                self._failure(request_id, wire.SERVER_LOST if lost else "closed", reason, True, 0),
+            )
+
+    def _failure(
+        self, request_id: int, kind: str, reason: str, retryable: bool, inflight: int = 0
+    ) -> wire.Failure:
+        message = f"server {self.server}: {reason}"
+        return wire.Failure(request_id, kind, message, retryable, inflight=inflight)
+
+    def _tell(self, on_done: OnDone, request: RolloutRequest, answer: Answer) -> None:
         try:
-            on_done(request, outcome)
+            on_done(request, answer)
         # The caller's code: its bug must not keep other requests from ending, nor the link from closing.
         except Exception as error:
             message = f"on_done of a request to {self.server} raised"
@@ -234,21 +260,36 @@ class Link:
     def _on_frames(self, frames: list[bytes]) -> None:
         self._heard = True
         try:
-            message = wire.decode_to_client(frames)
+            message = wire.decode_to_client(frames, self._protocol)
         except wire.WireError as error:
             self._on_malformed(error)
             return
-        if isinstance(message, RunResult):
-            self._finish(message.id, message, len(message.rollouts))
+        if isinstance(message, wire.Result):
+            self._on_result(message)
         elif isinstance(message, wire.Failure):
-            failure = RunFailure(message.kind, message.message, message.retryable, detail=message.detail)
-            self._finish(message.id, failure)
+            if message.lost or message.inflight:
+                # Only we can know that a server is gone; one that says so itself is there.
+                message = msgspec.structs.replace(message, kind="error", inflight=0)
+            self._finish(message.id, message)
         else:
             self._on_control(message)
 
-    def _finish(self, run_id: int, outcome: RunOutcome, rollouts: int = 0) -> None:
+    def _on_result(self, result: wire.Result) -> None:
+        """Compare a result with what was asked for; the rest of its content was checked when it was decoded."""
+        asked = self._pending.get(result.id)
+        answer: Answer = result
+        if asked is not None and len(result.rollouts) != asked[0].count:
+            wrong = f"asked for {asked[0].count} rollouts, got {len(result.rollouts)}"
+            answer = self._failure(result.id, "malformed_result", wrong, retryable=False)
+        elif self._hello.train and not all(rollout.lengths for rollout in result.rollouts):
+            wrong = "a rollout to train on has no sequence"
+            answer = self._failure(result.id, "invalid_rollout", wrong, retryable=False)
+        self.counts.malformed += answer is not result
+        self._finish(result.id, answer)
+
+    def _finish(self, request_id: int, answer: Answer) -> None:
         """Hand an answer to whoever asked."""
-        pending = self._pending.pop(run_id, None)
+        pending = self._pending.pop(request_id, None)
         if pending is None:
             self.counts.unexpected += 1
             return
@@ -257,12 +298,7 @@ class Link:
         if on_done is None:
             self._listener.on_credit(self, told=False)
             return
-        if rollouts and rollouts != request.count:
-            self.counts.malformed += 1
-            outcome = RunFailure(
-                "malformed_result", f"asked for {request.count} rollouts, got {rollouts}", retryable=False
-            )
-        self._tell(on_done, request, outcome)
+        self._tell(on_done, request, answer)
         if self._waiting:
             self._listener.on_credit(self, told=True)
 
@@ -276,10 +312,13 @@ class Link:
                 why=str(error)[:500],
                 count=self.counts.malformed,
             )
-        if error.protocol is not None and error.protocol != wire.PROTOCOL:
+        if error.protocol is not None and error.protocol not in wire.VERSIONS:
             self._refuse(_other_protocol(self.server, error.protocol))
-        elif error.run_id is not None:
-            self._finish(error.run_id, RunFailure("malformed_result", str(error)[:500], retryable=False))
+        elif error.request_id is not None:
+            self._finish(
+                error.request_id,
+                wire.Failure(error.request_id, error.kind, str(error)[:500], retryable=False),
+            )
 
     def _on_control(
         self, message: wire.Welcome | wire.Ready | wire.Refused | wire.Expired | wire.Pong | wire.Drained
@@ -289,17 +328,22 @@ class Link:
             if message.sent:
                 self.round_trip_s = time.perf_counter() - message.sent
         elif isinstance(message, wire.Welcome):
-            if message.protocol != wire.PROTOCOL:
+            if message.protocol not in wire.VERSIONS:
                 self._refuse(_other_protocol(self.server, message.protocol))
             elif self.state is LinkState.CONNECTING:
                 self.state = LinkState.ALIVE
+                self._protocol = message.protocol
         elif isinstance(message, wire.Ready):
             if self.state in (LinkState.CONNECTING, LinkState.ALIVE):
                 self.state = LinkState.READY
                 self.capacity = message.capacity
                 self._listener.on_ready(self, message)
         elif isinstance(message, wire.Refused):
-            self._refuse(message.reason)
+            if message.protocol < self._hello.protocol and message.protocol in wire.VERSIONS:
+                self._hello = msgspec.structs.replace(self._hello, protocol=message.protocol)
+                self._send(wire.encode(self._hello))
+            else:
+                self._refuse(message.reason)
         elif isinstance(message, wire.Expired):
             if self.state is not LinkState.CONNECTING:
                 self.lose("it ended our lease, having heard nothing from us for too long")
@@ -312,7 +356,7 @@ class Link:
             return
         self.state = LinkState.CLOSED
         self._shut()
-        self._end_all(RunFailure("refused", f"server {self.server}: {reason}", retryable=False))
+        self._end_all("refused", reason, retryable=False)
         self._listener.on_refused(self, reason)
 
     def _on_event(self, frames: list[bytes]) -> None:
@@ -321,7 +365,7 @@ class Link:
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self.handshake_error = ""
             if self.state is LinkState.CONNECTING:
-                self._send(self._hello)
+                self._send(wire.encode(self._hello))
         elif event == zmq.EVENT_DISCONNECTED:
             if self.state is not LinkState.CONNECTING:
                 self.lose("the connection was closed")
@@ -332,7 +376,7 @@ class Link:
         """Every ping interval. Silence is counted in ticks, so that a stall of our own loop counts as one."""
         self._timer = self._loop.call_later(self._ping_interval_s, self._tick)
         if self.state is LinkState.CONNECTING:
-            self._send(self._hello)
+            self._send(wire.encode(self._hello))
             return
         self._send(wire.encode(wire.Ping(time.perf_counter())))
         if self._heard or self.state is LinkState.ALIVE:
@@ -356,4 +400,4 @@ class Link:
 
 
 def _other_protocol(server: str, protocol: int) -> str:
-    return f"server {server} speaks protocol {protocol}, we speak {wire.PROTOCOL}; use the same release on both sides"
+    return f"server {server} speaks protocol {protocol}, we speak {wire.spoken()}; use the same release on both sides"

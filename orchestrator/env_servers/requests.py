@@ -30,20 +30,7 @@ class RolloutRequest:
     link: "Canceller | None" = field(default=None, init=False, repr=False)
 
 
-RunResult = wire.ResultArrays
-"""What a run yielded: `rollouts` (their headers), `tokens`, `mask`, `logprobs` over all sequences in order, `transcript`."""
+Answer = wire.Result | wire.Failure
+"""How a request ended. A server that went away is a failure of kind "server_lost"."""
 
-
-@dataclass(frozen=True, slots=True)
-class RunFailure:
-    """How a run failed. `lost` says that its server went away, perhaps because of it."""
-
-    kind: str
-    message: str
-    retryable: bool
-    lost: bool = False
-    detail: str = field(default="", repr=False)
-
-
-RunOutcome = RunResult | RunFailure
-OnDone = Callable[[RolloutRequest, RunOutcome], None]
+OnDone = Callable[[RolloutRequest, Answer], None]

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import structlog
 
 from envs import wire
+from envs.backoff import backoff_s
 from orchestrator.env_servers.link import Link, LinkListener
 from orchestrator.env_servers.processes import ChildProcess, describe_exit
 from orchestrator.errors import EnvError, EnvLostError, EnvProtocolError, EnvStartupError
@@ -35,10 +36,10 @@ STOP_GRACE_S = 5.0
 class RestartPolicy:
     """How often and how soon a server is restarted."""
 
-    max_restarts: int = 5
-    window_s: float = 600.0
-    first_delay_s: float = 0.1
-    max_delay_s: float = 30.0
+    max_restarts: int
+    window_s: float
+    first_delay_s: float
+    max_delay_s: float
 
 
 class RestartBudget:
@@ -54,9 +55,10 @@ class RestartBudget:
             self._restarts.popleft()
         if len(self._restarts) >= self._policy.max_restarts:
             return None
-        delay = self._policy.first_delay_s * 2.0 ** min(len(self._restarts), 32)
         self._restarts.append(now)
-        return min(delay, self._policy.max_delay_s)
+        return backoff_s(
+            len(self._restarts), first_s=self._policy.first_delay_s, max_s=self._policy.max_delay_s
+        )
 
 
 class Launcher(Protocol):
@@ -76,7 +78,7 @@ class Launcher(Protocol):
 
 
 class Life:
-    """One run of a server, from its start to its end. `ended` gets the reason, `ready` its declaration."""
+    """One life of a server, from its start to its end. `ended` gets the reason, `ready` its declaration."""
 
     def __init__(self, slot: "ServerSlot", number: int) -> None:
         self._slot = slot
@@ -228,7 +230,7 @@ class ServerSlot:
             raise life.refusal
         delay = self._budget.next_delay_s(time.monotonic())
         if delay is None and life.process is not None:
-            raise EnvLostError(self.env, self._obituary(life, reason))
+            raise EnvLostError(self.env, self._describe_loss(life, reason))
         await asyncio.sleep(self._policy.max_delay_s if delay is None else delay)
         if self._stopped:
             return
@@ -268,7 +270,7 @@ class ServerSlot:
             why = 'raise ready_timeout_s, or run "orchestrator env try" on it to see what it does'
         return EnvStartupError(self.env, "; ".join(filter(None, [what, why])) + _last_lines(tail))
 
-    def _obituary(self, life: Life, reason: str) -> str:
+    def _describe_loss(self, life: Life, reason: str) -> str:
         tail = life.process.log_tail() if life.process is not None else ""
         return f"server {self.name} keeps dying and its restarts are used up ({reason}){_last_lines(tail)}"
 

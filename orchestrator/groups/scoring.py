@@ -4,15 +4,15 @@ An advantage function takes the rewards of one group's rollouts (float64) and re
 sequences of a rollout share it. Pure; nothing here knows where rollouts come from.
 """
 
-import importlib
 from collections.abc import Callable, Sequence
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from envs.importing import ImportReferenceError, import_attribute
 from envs.rollout import Float32s, Int32s, Uint8s
-from envs.wire import ResultArrays
+from envs.wire import Result
 from orchestrator.dispatch.work import PendingGroup
 from orchestrator.errors import ConfigError
 from orchestrator.groups.group import Group
@@ -54,15 +54,14 @@ def build_advantage(name: str) -> AdvantageFunction:
     """A named function, or "module:attr"."""
     if name in _NAMED:
         return _NAMED[name]
-    module, colon, attribute = name.partition(":")
-    if not colon:
+    if ":" not in name:
         raise ConfigError(
             f'dispatch.advantage: "{name}" is not one of {", ".join(_NAMED)}, nor "module:attr"'
         )
     try:
-        function = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f'dispatch.advantage: "{name}" cannot be imported: {error}') from None
+        function = import_attribute(name, what="dispatch.advantage:")
+    except ImportReferenceError as error:
+        raise ConfigError(str(error)) from None
     if not callable(function):
         raise ConfigError(f'dispatch.advantage: "{name}" is not callable')
     return function  # type: ignore[no-any-return]  # a user's function; its result is checked where it is used
@@ -102,7 +101,7 @@ def build_group(pending: PendingGroup, rewards: Floats, advantages: Floats, *, v
     )
 
 
-def _arrays(results: Sequence[ResultArrays]) -> tuple[Int32s, Uint8s, Float32s]:
+def _arrays(results: Sequence[Result]) -> tuple[Int32s, Uint8s, Float32s]:
     if len(results) == 1:
         return results[0].tokens, results[0].mask, results[0].logprobs
     return (

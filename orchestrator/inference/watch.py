@@ -16,6 +16,7 @@ from typing import Protocol
 
 import structlog
 
+from envs.backoff import backoff_s
 from orchestrator.inference.concurrency import ConcurrencyController
 from orchestrator.inference.endpoint import (
     IN_SERVICE,
@@ -81,7 +82,7 @@ class EndpointWatch:
 
     async def wait_ready(self) -> None:
         """Try until the endpoint is in service; EngineUnfitError if trying again cannot help."""
-        delay_s = _RETRY_FIRST_S
+        attempt = 0
         while not self.endpoint.healthy:
             try:
                 await self.admit()
@@ -89,8 +90,8 @@ class EndpointWatch:
                 raise
             except InferenceError as error:
                 self.endpoint.error = str(error)
-                await asyncio.sleep(delay_s)
-                delay_s = min(2 * delay_s, self.policy.interval_s)
+                attempt += 1
+                await asyncio.sleep(backoff_s(attempt, first_s=_RETRY_FIRST_S, max_s=self.policy.interval_s))
 
     async def run(self) -> None:
         """Check every interval, and at once when the endpoint is woken, until cancelled."""
@@ -222,8 +223,8 @@ class EndpointWatch:
             await self.admit()
         except InferenceError as error:
             endpoint.error = str(error)
-            delay_s = min(self.policy.interval_s * 2**endpoint.retries, _RETRY_MAX_S)
             endpoint.retries += 1
+            delay_s = backoff_s(endpoint.retries, first_s=self.policy.interval_s, max_s=_RETRY_MAX_S)
             endpoint.retry_at = self.clock() + delay_s
             log.warning("endpoint.refused", endpoint=endpoint.url, error=str(error), again_in_s=delay_s)
         else:

@@ -10,7 +10,6 @@ itself failed the weights are unknown, so the requests in flight are aborted fir
 """
 
 import asyncio
-import importlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from pathlib import Path
 
 import structlog
 
+from envs.importing import ImportReferenceError, import_attribute
 from orchestrator.errors import ConfigError
 from orchestrator.inference.endpoint import EngineApi, EngineError, EngineUnfitError, InferenceError
 
@@ -63,14 +63,13 @@ def build_weight_update(spec: str) -> WeightUpdate:
     recipe = _RECIPES.get(spec)
     if recipe is not None:
         return recipe
-    module_name, colon, attribute = spec.partition(":")
-    if not colon:
+    if ":" not in spec:
         names = ", ".join(_RECIPES)
         raise ConfigError(f'inference.weight_update: "{spec}" is not one of {names} nor "module:attr"')
     try:
-        found = getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f'inference.weight_update: cannot load "{spec}": {error}') from error
+        found = import_attribute(spec, what="inference.weight_update:")
+    except ImportReferenceError as error:
+        raise ConfigError(str(error)) from error
     if isinstance(found, WeightUpdate):
         return found
     if not callable(found):

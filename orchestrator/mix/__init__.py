@@ -3,12 +3,12 @@
 `build_mix` is the way in. A strategy of your own is named "module:Class" and subclasses `EnvMixStrategy`.
 """
 
-import importlib
 import inspect
 import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from envs.importing import ImportReferenceError, import_attribute
 from orchestrator.mix.adaptive import Adaptive
 from orchestrator.mix.breaker import Change, CircuitBreaker, EnvNumbers, Transition
 from orchestrator.mix.delivered import DeliveredMix
@@ -71,14 +71,14 @@ def build_mix(
 
 
 def _strategy_class(strategy: str, options: Mapping[str, Any]) -> type[EnvMixStrategy]:
-    module, _, attribute = STRATEGIES.get(strategy, strategy).partition(":")
-    if not attribute:
+    reference = STRATEGIES.get(strategy, strategy)
+    if ":" not in reference:
         names = ", ".join(STRATEGIES)
         raise MixError(f'no mix strategy is named "{strategy}"; use one of {names}, or "module:Class"')
     try:
-        found = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise MixError(f'mix strategy "{strategy}" cannot be loaded: {error}') from error
+        found = import_attribute(reference, what="mix strategy")
+    except ImportReferenceError as error:
+        raise MixError(str(error)) from error
     if not (isinstance(found, type) and issubclass(found, EnvMixStrategy)):
         raise MixError(f'mix strategy "{strategy}" is not a subclass of EnvMixStrategy')
     parameters = inspect.signature(found).parameters.values()

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from envs.wire import Failure, ResultArrays
+from envs.wire import Failure, Result
 from orchestrator.dispatch.dispatcher import Dispatcher
 from orchestrator.dispatch.ports import GroupCompleted, GroupDropped
 from orchestrator.dispatch.work import Attempt
@@ -29,7 +29,7 @@ class EvaluationRun:
         evaluations.reached(0, 0, last=False)
         evaluations.start(0, serving=0, published=0, now=now)
 
-    def on_result(self, attempt: Attempt, result: ResultArrays, now: float) -> None:
+    def on_result(self, attempt: Attempt, result: Result, now: float) -> None:
         """An attempt brought rollouts back."""
         if not attempt.ended:
             self._pool.note_success(attempt.endpoint)

@@ -14,7 +14,7 @@ from typing import Any
 
 import structlog
 
-from envs.wire import Failure, ResultArrays
+from envs.wire import Failure, Result
 from orchestrator.dispatch.ledger import Lane
 from orchestrator.dispatch.ports import GroupCompleted, GroupDropped
 from orchestrator.dispatch.waits import Wait, WaitKind
@@ -76,7 +76,7 @@ class Run:
         if versions.serving != versions.published:
             self._out.append(LoadWeights(versions.published, self.weights_path))
 
-    def on_result(self, attempt: Attempt, result: ResultArrays, now: float) -> None:
+    def on_result(self, attempt: Attempt, result: Result, now: float) -> None:
         """An attempt brought rollouts back."""
         self.progressed = now
         parts = self.parts

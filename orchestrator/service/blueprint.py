@@ -113,12 +113,36 @@ def _env_spec(
         ready_timeout_s=section.ready_timeout_s,
         silence_timeout_s=section.silence_timeout_s,
         reconnect_timeout_s=section.reconnect_timeout_s,
-        restart=RestartPolicy(max_restarts=section.max_restarts, window_s=section.restart_window_s),
+        ping_interval_s=1.0,
+        lease_s=15.0,
+        restart=RestartPolicy(
+            max_restarts=section.max_restarts,
+            window_s=section.restart_window_s,
+            first_delay_s=0.1,
+            max_delay_s=30.0,
+        ),
         keys=keys,
         insecure=section.insecure,
+        withheld=own_secrets(config),
         log_dir=config.run_dir / "logs",
         log_level=config.log.level,
+        log_format="json",
     )
+
+
+def own_secrets(config: Config) -> frozenset[str]:
+    """Environment variables that only the service itself reads; env servers do not get them.
+
+    All else, such as the API key of a judge, is an environment's own affair and stays.
+    """
+    sources = [config.trainer.secret_key_file, *config.trainer.trainer_key_files]
+    sections: list[EnvSection] = [*config.train.env, *config.eval.env]
+    for section in sections:
+        sources += [section.server_key_file, section.secret_key_file]
+    named = {source.removeprefix("env:") for source in sources if source and source.startswith("env:")}
+    if config.http.token_env:
+        named.add(config.http.token_env)
+    return frozenset(named - {config.inference.api_key_env})
 
 
 def build_train_envs(config: Config) -> TrainEnvs:

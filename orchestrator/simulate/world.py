@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from envs.wire import Failure, ResultArrays, RolloutHeader
+from envs.wire import Failure, Result, RolloutHeader
 from orchestrator.dispatch.ports import CancelAttempt, StartAttempt
 from orchestrator.dispatch.work import Attempt
 from orchestrator.groups.group import Batch
@@ -322,7 +322,7 @@ class World:
 
         self.in_this_life(behaviour.latency(self.rng), end)
 
-    def make_result(self, behaviour: Behaviour, count: int) -> ResultArrays:
+    def make_result(self, behaviour: Behaviour, count: int) -> Result:
         """What a server would answer for `count` rollouts."""
         rng = self.rng
         headers = [
@@ -364,10 +364,10 @@ class World:
         self.run.on_loaded(version, path, self.now)
 
 
-def result_of(headers: list[RolloutHeader]) -> ResultArrays:
+def result_of(headers: list[RolloutHeader]) -> Result:
     """A result with made-up tokens for these rollouts."""
     total = sum(sum(header.lengths) for header in headers)
-    return ResultArrays(
+    return Result(
         0,
         headers,
         np.zeros(total, dtype=np.int32),

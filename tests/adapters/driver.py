@@ -1,6 +1,6 @@
 """Runs rollouts of one environment inside a virtualenv of the adapters' libraries.
 
-Reads one JSON scenario per line and answers each with one line: what the env server's own `Runner` made of the
+Reads one JSON scenario per line and answers each with one line: what the env server's own `Responder` made of the
 runs, and the requests that reached the inference server. That server is here as well: it answers from the
 scenario's script and tokenises by characters, so that token ids can be checked by hand.
 """
@@ -18,12 +18,12 @@ import msgspec
 from aiohttp import web
 
 from envs import wire
+from envs.answering import Responder
 from envs.environment import Environment
 from envs.errors import EnvironmentLoadError
 from envs.inference_client import InferenceClient
 from envs.loader import find_loader, load_environment
 from envs.model import ModelSettings
-from envs.running import Runner
 
 START, END = 1, 2
 
@@ -115,19 +115,19 @@ async def play(scenario: Mapping[str, Any], environment: Environment) -> dict[st
     async with server.running(), InferenceClient(limit=64) as client:
         await environment.setup()
         try:
-            runner = Runner(environment, client=client, env="tested")
-            splits = {split: runner.tasks_in(split) for split in scenario.get("splits", ["train"])}
-            runs = [
-                wire.Run(
+            responder = Responder(environment, client=client, env="tested")
+            splits = {split: responder.tasks_in(split) for split in scenario.get("splits", ["train"])}
+            requests = [
+                wire.Request(
                     number, base_url=server.url, **{"kind": "rollout", "split": "train", "index": 0, **run}
                 )
                 for number, run in enumerate(scenario["runs"])
             ]
             async with asyncio.TaskGroup() as tasks:
-                answers = [tasks.create_task(runner.answer(run, settings)) for run in runs]
+                answers = [tasks.create_task(responder.answer(request, settings)) for request in requests]
             return {
                 "tasks": splits,
-                "group_scored": runner.group_scored,
+                "group_scored": responder.group_scored,
                 "answers": [readable(answer.result()) for answer in answers],
                 "requests": server.requests,
             }
@@ -140,7 +140,7 @@ def readable(frames: list[bytes]) -> dict[str, Any]:
     message = wire.decode_to_client(frames)
     if isinstance(message, wire.Failure):
         return {"kind": message.kind, "message": message.message, "retryable": message.retryable}
-    assert isinstance(message, wire.ResultArrays)
+    assert isinstance(message, wire.Result)
     return {
         "rollouts": [msgspec.to_builtins(rollout) for rollout in message.rollouts],
         "tokens": message.tokens.tolist(),

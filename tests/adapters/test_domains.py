@@ -84,7 +84,7 @@ def test_a_domain_that_does_not_exist_names_the_nearest() -> None:
         (Domain(f"{HERE}:solv", f"{HERE}:problems"), {}, 'did you mean "solve"'),
         (Domain(f"{HERE}:plain", f"{HERE}:problems"), {}, "must be an async function"),
         (Domain("no_such_package:solve", f"{HERE}:problems"), {}, "no module no_such_package"),
-        (Domain("solve", f"{HERE}:problems"), {}, "is not module:function"),
+        (Domain("solve", f"{HERE}:problems"), {}, "is not module:attribute"),
         (MATH, {"bonsu": 1}, "takes bonsu"),
     ],
 )

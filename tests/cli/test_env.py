@@ -162,6 +162,19 @@ def test_try_passes_everything_on(endpoint: ChatEndpoint, capsys: pytest.Capture
     assert "split eval (3 tasks), task 2" in shown
 
 
+def test_try_prints_nothing_that_a_terminal_would_obey(
+    endpoint: ChatEndpoint, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A model may answer with escape sequences, which must neither move the cursor nor rename the window."""
+    endpoint.script(completion("\x1b]0;owned\x07a\x1b[2Jb\u009bc\rd\te\nf"))
+    words = ("--base-url", endpoint.base_url, "--model", "m\x1b[31m", "-n", "1")
+    assert run("try", f"{HERE}:Wants", *words) == 0
+    shown = capsys.readouterr().out
+    assert not set(shown) & {chr(code) for code in (*range(9), *range(11, 32), *range(127, 160))}
+    assert "]0;owneda[2Jbcd" in shown
+    assert "e\nf\n" in shown
+
+
 def test_try_takes_the_split_from_the_id(endpoint: ChatEndpoint) -> None:
     """As the configuration does."""
     assert run("try", f"{HERE}:Wants@eval", "--base-url", endpoint.base_url, "--model", "m", "-n", "1") == 0

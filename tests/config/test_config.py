@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from envs.addresses import is_loopback
 from orchestrator.config import Config, find_warnings, load_config
-from orchestrator.config.checks import is_loopback, reachable
+from orchestrator.config.checks import reachable
 from orchestrator.config.reference import describe_type, render_reference
 from orchestrator.errors import ConfigError
 
@@ -406,6 +407,9 @@ def test_reachable_sums(sizes: set[int], total: int, expected: bool) -> None:
     ("address", "expected"),
     [
         ("127.0.0.1", True),
+        ("tcp://127.0.0.2:7000", True),
+        ("file:///tmp/x", True),
+        ("tcp://[::ffff:10.0.0.7]:7000", False),
         ("localhost", True),
         ("::1", True),
         ("tcp://[::1]:5555", True),

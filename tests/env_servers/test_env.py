@@ -3,7 +3,8 @@
 import asyncio
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,29 +12,31 @@ import pytest
 import zmq
 
 from envs import wire
-from envs.curve import off_loopback
-from orchestrator.env_servers.env import Env, EnvSpec, EvalEnv, NoRoomError, TrainEnv, TrainEnvs, side_by_side
+from envs.addresses import is_loopback
+from orchestrator.env_servers.env import Env, EvalEnv, TrainEnv, TrainEnvs, side_by_side
 from orchestrator.env_servers.launching import PrivateDirectory, ServerLauncher
 from orchestrator.env_servers.requests import RolloutRequest
-from orchestrator.env_servers.supervision import RestartBudget, RestartPolicy
+from orchestrator.env_servers.supervision import RestartBudget
 from orchestrator.errors import EnvError, EnvLostError, EnvProtocolError, EnvStartupError
+from tests.env_servers.test_link import Ends, ScriptedServer
+from tests.support.env_specs import env_spec, eval_settings, free_room, restart_policy, train_settings
 
 
 def test_restarts_pause_twice_as_long_each_time_until_the_budget_is_used_up() -> None:
     """A server that dies in a loop is restarted ever later, and then no more."""
-    budget = RestartBudget(RestartPolicy(max_restarts=4, window_s=100, first_delay_s=1, max_delay_s=3))
+    budget = RestartBudget(restart_policy(max_restarts=4, window_s=100, first_delay_s=1, max_delay_s=3))
     assert [budget.next_delay_s(now) for now in (0, 1, 2, 3, 4)] == [1, 2, 3, 3, None]
 
 
 def test_old_restarts_are_forgiven() -> None:
     """Only those within the window count, so a run of weeks survives a crash a day."""
-    budget = RestartBudget(RestartPolicy(max_restarts=2, window_s=100, first_delay_s=1))
+    budget = RestartBudget(restart_policy(max_restarts=2, window_s=100, first_delay_s=1))
     assert [budget.next_delay_s(now) for now in (0, 50, 99, 100, 149, 150)] == [1, 2, None, 2, None, 2]
 
 
 def test_no_restarts_means_none() -> None:
     """A budget of zero gives the first death up."""
-    assert RestartBudget(RestartPolicy(max_restarts=0)).next_delay_s(0) is None
+    assert RestartBudget(restart_policy(max_restarts=0)).next_delay_s(0) is None
 
 
 @pytest.fixture
@@ -42,7 +45,7 @@ def launcher() -> Iterator[Callable[..., ServerLauncher]]:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
 
     def make(**fields: Any) -> ServerLauncher:
-        made.append(ServerLauncher(EnvSpec(**({"name": "e", "id": "reverse"} | fields)), context, ()))
+        made.append(ServerLauncher(env_spec(**fields), context, ()))
         return made[-1]
 
     yield make
@@ -87,6 +90,7 @@ def test_a_server_of_another_environment_is_refused_by_the_client_too(
     [
         ("tcp://127.0.0.1:7000", False),
         ("tcp://localhost:7000", False),
+        ("tcp://127.0.0.2:7000", False),
         ("tcp://[::1]:7000", False),
         ("ipc:///tmp/x", False),
         ("tcp://0.0.0.0:7000", True),
@@ -100,7 +104,7 @@ def test_loopback_is_told_from_the_network(
     address: str, off: bool, launcher: Callable[..., ServerLauncher]
 ) -> None:
     """An address on the network needs keys or an explicit word."""
-    assert off_loopback(address) is off
+    assert is_loopback(address) is not off
     if off:
         with pytest.raises(EnvError, match="insecure = true"):
             launcher(addresses=(address,))
@@ -145,20 +149,83 @@ def test_a_long_directory_for_temporary_files_is_not_used(
         directory.remove()
 
 
+@asynccontextmanager
+async def two_servers(tmp_path: Path) -> AsyncIterator[tuple[Env, list[ScriptedServer]]]:
+    """An environment of two servers with room for 4 rollouts each."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    addresses = tuple(f"ipc://{tmp_path}/{number}" for number in range(2))
+    servers = [ScriptedServer(context, address) for address in addresses]
+    try:
+        async with Env(env_spec(id="e", addresses=addresses, ping_interval_s=0.05)) as env:
+            yield env, servers
+    finally:
+        for server in servers:
+            server.close()
+        context.term()
+
+
+async def test_more_is_planned_at_once_than_there_is_room_and_all_that_is_planned_can_be_sent(
+    tmp_path: Path,
+) -> None:
+    """Room is taken when a start is planned: twenty are wanted, eight fit, none of these is refused later."""
+    async with two_servers(tmp_path) as (env, servers):
+        planned = [server for _ in range(20) if (server := env.reserve(1)) is not None]
+        assert (len(planned), env.inflight, env.has_room(1)) == (8, 8, False)
+        assert {planned.count(server) for server in planned} == {4}
+        ends = Ends()
+        for index, server in enumerate(planned):
+            env.submit(RolloutRequest("train", index, "http://x"), ends, server=server)
+        for scripted in servers:
+            for asked in await scripted.hears(wire.Request, 4):
+                scripted.finish(asked.id)
+        assert all(isinstance(end, wire.Result) for end in await ends.count(8))
+        assert (env.inflight, free_room(env)) == (0, 8)
+
+
+async def test_groups_are_planned_on_the_least_loaded_server_that_has_room_for_all_of_them(
+    tmp_path: Path,
+) -> None:
+    """Three fit on each server, then only a single rollout does; what is given back can be planned with again."""
+    async with two_servers(tmp_path) as (env, _):
+        first, second = env.reserve(3), env.reserve(3)
+        assert first is not None
+        assert second is not None
+        assert first is not second
+        assert (env.reserve(3), env.has_room(1)) == (None, True)
+        env.release(first, 3)
+        assert env.reserve(4) is first
+
+
+async def test_a_rollout_waits_for_room_that_a_plan_has_taken(tmp_path: Path) -> None:
+    """Whoever runs a rollout by itself reserves like everybody else."""
+    async with two_servers(tmp_path) as (env, servers), asyncio.TaskGroup() as tasks:
+        planned = [env.reserve(4), env.reserve(4)]
+        waiting = tasks.create_task(env.run_rollout(RolloutRequest("train", 7, "http://x")))
+        ends = Ends()
+        assert planned[0] is not None
+        env.submit(RolloutRequest("train", 0, "http://x", count=4, group=True), ends, server=planned[0])
+        number = [server.address for server in env._links].index(planned[0].address)
+        [asked] = await servers[number].hears(wire.Request)
+        assert not waiting.done()
+        servers[number].finish(asked.id, 4)
+        again = (await servers[number].hears(wire.Request, 2))[1]
+        servers[number].finish(again.id)
+        assert isinstance(await waiting, wire.Result)
+
+
 async def test_what_is_not_connected_says_so() -> None:
     """Nothing about an environment is guessed before its servers have declared it."""
-    env = EvalEnv(EnvSpec(name="e", id="reverse"))
+    env = EvalEnv(env_spec(), eval_settings())
     with pytest.raises(EnvError, match="not connected"):
         _ = env.num_tasks
-    with pytest.raises(NoRoomError):
-        env.submit(RolloutRequest("train", 0, "http://x"), lambda request, outcome: None)
-    assert (env.free, env.inflight, env.available, env.stats()) == (0, 0, False, {})
+    assert (env.has_room(1), env.reserve(1)) == (False, None)
+    assert (free_room(env), env.inflight, env.available, env.stats()) == (0, 0, False, {})
     await env.shutdown()
 
 
 def test_names_are_unique() -> None:
     """Two environments of one name would share their log files and their place in every table."""
-    envs = [TrainEnv(EnvSpec(name="a", id="reverse")), TrainEnv(EnvSpec(name="a", id="larger"))]
+    envs = [TrainEnv(env_spec(name="a", id=name), train_settings()) for name in ("reverse", "larger")]
     with pytest.raises(ValueError, match="more than one is called a"):
         TrainEnvs(envs)
     assert list(TrainEnvs(envs[:1])) == ["a"]
@@ -184,7 +251,7 @@ async def test_the_first_error_of_several_is_raised_as_itself() -> None:
 
 async def test_an_interpreter_that_cannot_be_started_is_a_startup_error(tmp_path: Path) -> None:
     """Before anything else was started."""
-    env = Env(EnvSpec(name="e", id="reverse", python=str(tmp_path), log_dir=tmp_path))
+    env = Env(env_spec(python=str(tmp_path), log_dir=tmp_path))
     with pytest.raises(EnvStartupError, match="cannot be started"):
         await env.spawn()
     await env.shutdown()

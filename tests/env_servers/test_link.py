@@ -15,8 +15,9 @@ import zmq
 
 from envs import wire
 from envs.drained import DrainedSocket
+from envs.rollout import Rollout
 from orchestrator.env_servers.link import Link, LinkState
-from orchestrator.env_servers.requests import RolloutRequest, RunFailure, RunOutcome, RunResult
+from orchestrator.env_servers.requests import Answer, RolloutRequest
 from tests.envs.test_wire import rollout
 
 HELLO = wire.Hello(wire.PROTOCOL, "me", "e", "m", {})
@@ -102,14 +103,14 @@ class Ends:
     """How requests ended; raises nothing, loses nothing."""
 
     def __init__(self) -> None:
-        self.all: list[tuple[RolloutRequest, RunOutcome]] = []
+        self.all: list[tuple[RolloutRequest, Answer]] = []
         self._changed = asyncio.Event()
 
-    def __call__(self, request: RolloutRequest, outcome: RunOutcome) -> None:
+    def __call__(self, request: RolloutRequest, outcome: Answer) -> None:
         self.all.append((request, outcome))
         self._changed.set()
 
-    async def count(self, wanted: int) -> list[RunOutcome]:
+    async def count(self, wanted: int) -> list[Answer]:
         while len(self.all) < wanted:
             self._changed.clear()
             await self._changed.wait()
@@ -126,8 +127,13 @@ class Pair:
         self.listener = listener
         self.ends = Ends()
 
+    @property
+    def free(self) -> int:
+        return self.link.capacity - self.link.inflight
+
     def submit(self, *requests: RolloutRequest) -> None:
         for request in requests:
+            self.link.reserve(request.count)
             self.link.submit(request, self.ends)
 
 
@@ -139,12 +145,17 @@ async def connected(*, obliging: bool = True, **options: Any) -> AsyncIterator[P
         server = ScriptedServer(context, address)
         server.obliging = obliging
         listener = Listener()
-        defaults: dict[str, Any] = {"ping_interval_s": 0.05, "silence_timeout_s": 60.0}
+        defaults: dict[str, Any] = {
+            "hello": HELLO,
+            "keys": None,
+            "ping_interval_s": 0.05,
+            "silence_timeout_s": 60.0,
+            "waiting": (),
+        }
         link = Link(
             env="e",
             server="e-0",
             address=address,
-            hello=HELLO,
             listener=listener,
             context=context,
             **(defaults | options),
@@ -169,10 +180,10 @@ async def test_alive_is_not_ready() -> None:
         await pair.server.hears(wire.Hello)
         pair.server.say(wire.Welcome(wire.PROTOCOL, "e", 1, "here"))
         await pair.server.hears(wire.Ping)
-        assert (pair.link.state, pair.link.free, pair.link.has_room(1)) == (LinkState.ALIVE, 0, False)
+        assert (pair.link.state, pair.link.capacity, pair.link.has_room(1)) == (LinkState.ALIVE, 0, False)
         pair.server.say(READY)
         assert await pair.listener.hears("ready") == READY
-        assert (pair.link.state, pair.link.free) == (LinkState.READY, 4)
+        assert (pair.link.state, pair.free) == (LinkState.READY, 4)
 
 
 async def test_hello_is_repeated_until_it_is_answered() -> None:
@@ -186,13 +197,13 @@ async def test_answers_find_their_requests_in_any_order() -> None:
     async with connected() as pair:
         requests = [request(index) for index in range(3)]
         pair.submit(*requests)
-        runs = await pair.server.hears(wire.Run, 3)
+        runs = await pair.server.hears(wire.Request, 3)
         assert [run.index for run in runs] == [0, 1, 2]
         for place in (2, 0, 1):
             pair.server.finish(runs[place].id)
         await pair.ends.count(3)
         assert [request.index for request, _ in pair.ends.all] == [2, 0, 1]
-        assert all(isinstance(outcome, RunResult) for _, outcome in pair.ends.all)
+        assert all(isinstance(outcome, wire.Result) for _, outcome in pair.ends.all)
 
 
 async def test_room_follows_what_is_in_flight() -> None:
@@ -200,38 +211,39 @@ async def test_room_follows_what_is_in_flight() -> None:
     async with connected() as pair:
         assert pair.link.has_room(9)
         pair.submit(request(group=True, count=3))
-        assert (pair.link.inflight, pair.link.free) == (3, 1)
+        assert (pair.link.inflight, pair.free) == (3, 1)
         assert pair.link.has_room(1)
         assert not pair.link.has_room(2)
-        [run] = await pair.server.hears(wire.Run)
+        [run] = await pair.server.hears(wire.Request)
         assert (run.kind, run.count) == ("group", 3)
         pair.server.finish(run.id, 3)
         await pair.ends.count(1)
-        assert pair.link.free == 4
+        assert pair.free == 4
 
 
 async def test_a_failure_arrives_with_everything_it_says() -> None:
     """Kind, message, whether to retry, and the traceback."""
     async with connected() as pair:
         pair.submit(request())
-        [run] = await pair.server.hears(wire.Run)
+        [run] = await pair.server.hears(wire.Request)
         pair.server.say(wire.Failure(run.id, "error", "ValueError: no", True, "Traceback"))
         [end] = await pair.ends.count(1)
-        assert end == RunFailure("error", "ValueError: no", True, False, "Traceback")
+        assert end == wire.Failure(run.id, "error", "ValueError: no", True, "Traceback")
+        assert not end.lost
 
 
 async def test_malformed_frames_are_counted_and_dropped() -> None:
     """Garbage, half a message and an answer to nobody change nothing but the counts."""
     async with connected() as pair:
         pair.submit(request())
-        [run] = await pair.server.hears(wire.Run)
+        [run] = await pair.server.hears(wire.Request)
         for frames in ([b"\xc1garbage"], [b""], [wire.encode(wire.Drained()), b"more"]):
             pair.server.say_frames(frames)
         pair.server.finish(10_000)
         pair.server.finish(run.id)
         pair.server.finish(run.id)
         [end] = await pair.ends.count(1)
-        assert isinstance(end, RunResult)
+        assert isinstance(end, wire.Result)
         await pair.server.hears(wire.Ping, 2)
         assert (pair.link.counts.malformed, pair.link.state) == (3, LinkState.READY)
         assert pair.link.counts.unexpected == 2
@@ -241,13 +253,13 @@ async def test_a_malformed_answer_fails_the_request_it_was_meant_for() -> None:
     """Nobody waits for an answer that came and could not be read."""
     async with connected() as pair:
         pair.submit(request(), request())
-        runs = await pair.server.hears(wire.Run, 2)
+        runs = await pair.server.hears(wire.Request, 2)
         frames = wire.encode_result(runs[0].id, [rollout(3)])
         pair.server.say_frames([frames[0], frames[1][:-1], *frames[2:]])
         pair.server.finish(runs[1].id, count=2)
         ends = await pair.ends.count(2)
         for end in ends:
-            assert isinstance(end, RunFailure)
+            assert isinstance(end, wire.Failure)
             assert (end.kind, end.retryable, end.lost) == ("malformed_result", False, False)
 
 
@@ -276,14 +288,119 @@ async def test_a_closed_connection_fails_everything_at_once() -> None:
     async with connected() as pair:
         requests = [request(index) for index in range(4)]
         pair.submit(*requests)
-        await pair.server.hears(wire.Run, 4)
+        await pair.server.hears(wire.Request, 4)
         pair.server.close()
         ends = await pair.ends.count(4)
         for end in ends:
-            assert isinstance(end, RunFailure)
-            assert (end.kind, end.retryable, end.lost) == ("server_lost", True, True)
+            assert isinstance(end, wire.Failure)
+            assert (end.kind, end.retryable, end.lost, end.inflight) == ("server_lost", True, True, 4)
         assert "closed" in await pair.listener.hears("lost")
         assert not pair.link.has_room(1)
+
+
+async def test_reserved_room_is_taken_before_the_request_is_there() -> None:
+    """Whoever plans next counts with what is left, and room that is given back can be planned with again."""
+    async with connected() as pair:
+        pair.link.reserve(3)
+        assert (pair.free, pair.link.has_room(1), pair.link.has_room(2)) == (1, True, False)
+        pair.link.release(3)
+        assert (pair.free, pair.link.has_room(4)) == (4, True)
+
+
+async def test_a_request_for_a_server_that_was_lost_meanwhile_fails_later_and_once() -> None:
+    """Room was reserved, the server went away, the request came: it never ran, so it cannot be to blame."""
+    async with connected() as pair:
+        pair.link.reserve(2)
+        pair.server.close()
+        await pair.listener.hears("lost")
+        unwanted = request()
+        pair.link.submit(request(), pair.ends)
+        pair.link.submit(unwanted, pair.ends)
+        assert pair.ends.all == []
+        assert pair.link.cancel(unwanted)
+        [end] = await pair.ends.count(1)
+        assert isinstance(end, wire.Failure)
+        assert (end.kind, end.retryable, end.inflight) == ("server_lost", True, 0)
+        pair.link.release(1)
+        assert (pair.link.inflight, pair.link.has_room(1)) == (0, False)
+
+
+async def test_a_request_for_a_link_that_was_closed_meanwhile_fails_later_and_once() -> None:
+    """The same where it was we who left."""
+    async with connected() as pair:
+        pair.link.reserve(1)
+        pair.link.close()
+        pair.link.submit(request(), pair.ends)
+        [end] = await pair.ends.count(1)
+        assert isinstance(end, wire.Failure)
+        assert (end.kind, end.lost) == ("closed", False)
+
+
+async def test_cancelled_requests_count_among_what_a_lost_server_had_in_flight() -> None:
+    """It may have been one of them that ended it."""
+    async with connected() as pair:
+        unwanted = request()
+        pair.submit(unwanted, request())
+        await pair.server.hears(wire.Request, 2)
+        pair.link.cancel(unwanted)
+        pair.server.close()
+        [end] = await pair.ends.count(1)
+        assert isinstance(end, wire.Failure)
+        assert (end.lost, end.inflight) == (True, 2)
+
+
+async def test_a_server_cannot_say_that_it_is_lost() -> None:
+    """A failure of that kind would be retried without end, and only we can know."""
+    async with connected() as pair:
+        pair.submit(request())
+        [run] = await pair.server.hears(wire.Request)
+        pair.server.say(wire.Failure(run.id, wire.SERVER_LOST, "I am gone", True, inflight=9))
+        [end] = await pair.ends.count(1)
+        assert isinstance(end, wire.Failure)
+        assert (end.kind, end.lost, end.inflight) == ("error", False, 0)
+
+
+async def test_a_result_that_cannot_be_trained_on_is_an_invalid_rollout_and_the_link_goes_on() -> None:
+    """One bad answer fails its own request and nothing else."""
+    async with connected() as pair:
+        pair.submit(request(), request(), request())
+        runs = await pair.server.hears(wire.Request, 3)
+        frames = wire.encode_result(runs[0].id, [rollout(3)])
+        pair.server.say_frames([*frames[:2], b"\1\2\1", *frames[3:]])
+        pair.server.say_frames(wire.encode_result(runs[1].id, [Rollout([], 1.0)]))
+        pair.server.finish(runs[2].id)
+        first, second, third = await pair.ends.count(3)
+        for end in (first, second):
+            assert isinstance(end, wire.Failure)
+            assert (end.kind, end.retryable) == ("invalid_rollout", False)
+        assert isinstance(third, wire.Result)
+        assert (pair.link.counts.malformed, pair.free) == (2, 4)
+
+
+async def test_an_evaluation_may_come_without_sequences() -> None:
+    """It is not trained on."""
+    async with connected(hello=msgspec.structs.replace(HELLO, train=False)) as pair:
+        pair.submit(request())
+        [run] = await pair.server.hears(wire.Request)
+        pair.server.say_frames(wire.encode_result(run.id, [Rollout([], 1.0)]))
+        [end] = await pair.ends.count(1)
+        assert isinstance(end, wire.Result)
+
+
+async def test_a_server_of_an_older_protocol_is_spoken_to_in_its_own() -> None:
+    """It refuses our newest version and names its own; where that is one that we still speak, hello is said again."""
+    newer = max(wire.VERSIONS) + 1
+    async with connected(obliging=False, hello=msgspec.structs.replace(HELLO, protocol=newer)) as pair:
+        await pair.server.hears(wire.Hello)
+        pair.server.obliging = True
+        pair.server.say(wire.Refused(1, f"you speak protocol {newer}, this server speaks 1"))
+        await pair.listener.hears("ready")
+        assert pair.server.of(wire.Hello)[-1].protocol == 1
+        pair.submit(request())
+        [run] = await pair.server.hears(wire.Request)
+        pair.server.finish(run.id)
+        [end] = await pair.ends.count(1)
+        assert isinstance(end, wire.Result)
 
 
 async def test_silence_is_noticed_warned_of_and_ends_the_link() -> None:
@@ -292,7 +409,7 @@ async def test_silence_is_noticed_warned_of_and_ends_the_link() -> None:
         async with connected(ping_interval_s=0.02, silence_timeout_s=0.2) as pair:
             pair.submit(request())
             [end] = await pair.ends.count(1)
-            assert isinstance(end, RunFailure)
+            assert isinstance(end, wire.Failure)
             assert end.lost
             assert "nothing heard" in await pair.listener.hears("lost")
     assert [event["server"] for event in events if event["event"] == "env.frozen"] == ["e-0"]
@@ -324,10 +441,10 @@ async def test_an_expired_lease_ends_what_was_in_flight() -> None:
     """The server has cancelled it already, so waiting would be for ever."""
     async with connected() as pair:
         pair.submit(request())
-        await pair.server.hears(wire.Run)
+        await pair.server.hears(wire.Request)
         pair.server.say(wire.Expired())
         [end] = await pair.ends.count(1)
-        assert isinstance(end, RunFailure)
+        assert isinstance(end, wire.Failure)
         assert end.lost
         assert "lease" in await pair.listener.hears("lost")
 
@@ -337,15 +454,15 @@ async def test_a_cancelled_request_ends_silently_and_its_room_comes_back_with_th
     async with connected() as pair:
         unwanted = request()
         pair.submit(unwanted)
-        [run] = await pair.server.hears(wire.Run)
+        [run] = await pair.server.hears(wire.Request)
         assert pair.link.cancel(unwanted)
         assert not pair.link.cancel(unwanted)
         [cancel] = await pair.server.hears(wire.Cancel)
         assert cancel.id == run.id
-        assert pair.link.free == 3
+        assert pair.free == 3
         pair.server.say(wire.Failure(run.id, "cancelled", "", False))
         assert await pair.listener.hears("credit") is False
-        assert pair.link.free == 4
+        assert pair.free == 4
         assert pair.ends.all == []
 
 
@@ -353,11 +470,11 @@ async def test_closing_says_goodbye_and_ends_what_is_in_flight() -> None:
     """The server learns at once that nobody wants the results."""
     async with connected() as pair:
         pair.submit(request())
-        await pair.server.hears(wire.Run)
+        await pair.server.hears(wire.Request)
         pair.link.close()
         await pair.server.hears(wire.Bye)
         [end] = await pair.ends.count(1)
-        assert isinstance(end, RunFailure)
+        assert isinstance(end, wire.Failure)
         assert (end.kind, end.lost) == ("closed", False)
 
 
@@ -366,13 +483,14 @@ async def test_a_caller_that_raises_does_not_keep_others_from_ending() -> None:
     errors: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: errors.append(context))
 
-    def broken(request: RolloutRequest, outcome: RunOutcome) -> None:
+    def broken(request: RolloutRequest, outcome: Answer) -> None:
         raise ZeroDivisionError("a bug")
 
     async with connected() as pair:
+        pair.link.reserve(1)
         pair.link.submit(request(), broken)
         pair.submit(request(), request())
-        runs = await pair.server.hears(wire.Run, 3)
+        runs = await pair.server.hears(wire.Request, 3)
         pair.server.finish(runs[0].id)
         pair.server.finish(runs[1].id)
         await pair.ends.count(1)

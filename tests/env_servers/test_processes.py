@@ -38,6 +38,28 @@ async def test_the_tail_is_that_of_the_last_child_only(tmp_path: Path) -> None:
     assert (tmp_path / "logs" / "c.log").read_text() == "first\nsecond\n"
 
 
+async def test_a_log_is_kept_within_a_bound_while_the_child_writes(tmp_path: Path) -> None:
+    """A full file becomes the old one and begins anew, under a child that goes on writing to it."""
+    code = "import itertools, time\nfor number in itertools.count(): print(number, 'x' * 1000); time.sleep(0.002)"
+    process = ChildProcess(
+        [sys.executable, "-u", "-c", code],
+        first_line=b"\n",
+        log_path=tmp_path / "c.log",
+        log_bytes=20_000,
+        look_at_log_s=0.02,
+    )
+    old = tmp_path / "c.old.log"
+    await until(old.exists)
+    first = old.read_text()
+    await until(lambda: old.read_text() != first)
+    await until(lambda: process.log_tail() != "")
+    await process.stop(grace_s=0)
+    assert (tmp_path / "c.log").stat().st_size < 10 * 20_000
+    assert first.startswith("0 xxx")
+    numbers = [int(line.split()[0]) for line in process.log_tail().splitlines() if line.endswith("xxx")]
+    assert numbers[-1] > 20
+
+
 async def test_stopping_a_child_that_obeys_needs_no_force(tmp_path: Path) -> None:
     """SIGTERM comes first."""
     code = "import signal, sys; signal.signal(15, lambda *_: sys.exit(5)); print('up'); signal.pause()"

@@ -4,6 +4,7 @@ import stat
 from pathlib import Path
 
 import pytest
+import structlog.testing
 
 from envs.curve import KeyFileError, generate_pair, read_key, read_pair, write_pair
 from envs.server_spec import ServerSpec
@@ -27,6 +28,25 @@ def test_keys_come_from_variables_too(monkeypatch: pytest.MonkeyPatch) -> None:
     assert read_pair("env:TEST_CURVE_SECRET") == pair
     with pytest.raises(KeyFileError, match="NO_SUCH_KEY"):
         read_key("env:NO_SUCH_KEY")
+
+
+def test_a_secret_that_others_can_read_is_pointed_out_once(tmp_path: Path) -> None:
+    """The file and the remedy are named, never the key; a public key may be read by everyone."""
+    public, secret = write_pair(tmp_path, "server")
+    with structlog.testing.capture_logs() as events:
+        read_pair(secret)
+        read_key(public)
+    assert events == []
+    loose = tmp_path / "loose.secret"
+    loose.write_text(secret.read_text())
+    loose.chmod(0o640)
+    with structlog.testing.capture_logs() as events:
+        pair = read_pair(loose)
+        read_pair(str(loose))
+    assert [(event["event"], event["remedy"]) for event in events] == [
+        ("key.readable_by_others", f"chmod 600 {loose}")
+    ]
+    assert pair.secret not in str(events)
 
 
 def test_a_bad_key_is_not_shown(tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ import pytest
 
 from envs import Environment, EnvironmentLoadError, Model, Rollout, Task
 from envs.builtin import BUILTIN
-from envs.loader import LOADERS, EnvironmentId, find_loader, load_environment, nearest, parse_id
+from envs.importing import nearest
+from envs.loader import LOADERS, EnvironmentId, find_loader, load_environment, parse_id
 
 
 class Plain(Environment):

@@ -101,6 +101,25 @@ def test_a_terminal_gets_readable_lines() -> None:
         assert not stream.getvalue().startswith("{")
 
 
+def test_no_text_of_an_event_is_longer_than_a_bound() -> None:
+    """Neither a field, nor a message of the standard library, nor a traceback; beginning and end stay."""
+    out = io.StringIO()
+    configure_logging("info", "json", stream=out)
+    structlog.get_logger().info("rollout.failed", message="first" + "x" * 1_000_000 + "last")
+    logging.getLogger("their.library").warning("y" * 1_000_000)
+    try:
+        raise ValueError("z" * 1_000_000 + "the end")
+    except ValueError:
+        structlog.get_logger().exception("rollout.failed")
+    assert max(map(len, out.getvalue().splitlines())) < 40_000
+    failed, _, raised = lines(out)
+    message = str(failed["message"])
+    assert message.startswith("first")
+    assert message.endswith("last")
+    assert "(1000009 characters)" in message
+    assert str(raised["exception"]).endswith("the end")
+
+
 def test_unknown_levels_and_formats_are_refused() -> None:
     """With the ones there are."""
     with pytest.raises(ValueError, match="debug, info, warning"):

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from envs import wire
-from envs.sessions import MAX_CLIENTS, ActiveRun, Sessions, canonical_id
+from envs.sessions import MAX_CLIENTS, ActiveRequest, Sessions, canonical_id
 
 
 class Desk:
@@ -14,7 +14,7 @@ class Desk:
     def __init__(self, **options: Any) -> None:
         self.sent: list[tuple[bytes, Any]] = []
         self.gone: set[bytes] = set()
-        self.started: list[ActiveRun] = []
+        self.started: list[ActiveRequest] = []
         self.cancelled: list[int] = []
         defaults: dict[str, Any] = {"env": "reverse", "capacity": 4, "send": self._send, "start": self._start}
         self.sessions = Sessions(**(defaults | options))
@@ -26,8 +26,8 @@ class Desk:
         self.sent.append((route, wire.decode_to_client(frames)))
         return True
 
-    def _start(self, active: ActiveRun) -> None:
-        active.cancel = lambda: self.cancelled.append(active.run.id)
+    def _start(self, active: ActiveRequest) -> None:
+        active.cancel = lambda: self.cancelled.append(active.request.id)
         self.started.append(active)
 
     def say(self, message: wire.ToServer, *, route: bytes = b"a", now: float = 0.0) -> None:
@@ -50,7 +50,7 @@ class Desk:
 
     def run(self, run_id: int, *, route: bytes = b"a", count: int = 1, now: float = 0.0) -> None:
         self.say(
-            wire.Run(run_id, "group" if count > 1 else "rollout", "train", 0, "u", count),
+            wire.Request(run_id, "group" if count > 1 else "rollout", "train", 0, "u", count),
             route=route,
             now=now,
         )
@@ -124,7 +124,7 @@ def test_a_run_is_answered_once_and_frees_its_room() -> None:
     assert (desk.last().kind, desk.last().retryable) == ("not_accepted", True)
     desk.sessions.on_done(desk.started[0], [wire.encode(wire.Failure(1, "error", "", False))], failed=True)
     desk.run(3)
-    assert [active.run.id for active in desk.started] == [1, 3]
+    assert [active.request.id for active in desk.started] == [1, 3]
     assert (desk.sessions.done, desk.sessions.failed, desk.sessions.inflight) == (1, 1, 1)
 
 
@@ -143,7 +143,7 @@ def test_a_run_before_the_environment_is_loaded_is_not_accepted() -> None:
         start=lambda active: None,
     )
     stats = sessions.stats(loop_lag_s=0, rss_bytes=0)
-    for message in (wire.Hello(1, "me", "reverse", "m", {}), wire.Run(1, "rollout", "train", 0, "u")):
+    for message in (wire.Hello(1, "me", "reverse", "m", {}), wire.Request(1, "rollout", "train", 0, "u")):
         sessions.on_message(b"a", [wire.encode(message)], now=0, stats=lambda: stats)
     assert [type(message).__name__ for message in sent] == ["Welcome", "Failure"]
 
@@ -236,7 +236,7 @@ def test_a_malformed_message_is_counted_and_its_run_fails() -> None:
     """Garbage is dropped; a run that makes no sense is answered; another version's hello is refused."""
     desk = Desk()
     desk.hello()
-    bad = wire.encode(wire.Run(7, "rollout", "train", 0, "u", timeout_s=-1))
+    bad = wire.encode(wire.Request(7, "rollout", "train", 0, "u", timeout_s=-1))
     old = b"\x82\xa4type\xa5hello\xa8protocol\x63"
     for frames in ([b"\xc1"], [bad], [old], []):
         desk.sessions.on_message(b"a", frames, now=0, stats=desk.stats)

@@ -9,9 +9,11 @@ from typing import Any, get_args
 import msgspec
 import numpy as np
 import pytest
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
 
 from envs import wire
-from envs.rollout import Rollout, Sequence
+from envs.rollout import InvalidRolloutError, Rollout, Sequence
 
 CATALOGUE = Path(__file__).parents[2] / "docs" / "wire.md"
 
@@ -22,7 +24,7 @@ def sequence(length: int, *, first: int = 0) -> Sequence:
     return Sequence(
         np.arange(first, first + length, dtype=np.int32),
         mask,
-        np.linspace(-2.0, 0.0, length, dtype=np.float32),
+        np.linspace(-2.0, 0.0, length, dtype=np.float32) * mask,
     )
 
 
@@ -40,8 +42,8 @@ MESSAGES_TO_SERVER: list[wire.ToServer] = [
     wire.Hello(
         wire.PROTOCOL, "c-1", "reverse", "m", {"temperature": 1.0}, "Be brief.", "KEY", True, ["train"]
     ),
-    wire.Run(7, "group", "train", 12, "http://x/v1", 8, "s", "v3", 60.0),
-    wire.Run(8, "rollout", "eval", 0, "http://x/v1"),
+    wire.Request(7, "group", "train", 12, "http://x/v1", 8, "s", "v3", 60.0),
+    wire.Request(8, "rollout", "eval", 0, "http://x/v1"),
     wire.Cancel(7),
     wire.Ping(12.5),
     wire.Drain(),
@@ -76,7 +78,7 @@ def test_a_result_carries_its_arrays_as_raw_bytes_in_order() -> None:
     frames = wire.encode_result(5, rollouts)
     assert [len(frame) for frame in frames[1:4]] == [9 * 4, 9, 9 * 4]
     decoded = wire.decode_to_client(frames)
-    assert isinstance(decoded, wire.ResultArrays)
+    assert isinstance(decoded, wire.Result)
     assert decoded.id == 5
     assert [header.lengths for header in decoded.rollouts] == [[3, 2], [4]]
     assert [header.reward for header in decoded.rollouts] == [0.5, 1.0]
@@ -92,7 +94,7 @@ def test_decoded_arrays_are_views_on_the_received_bytes() -> None:
     """No token is copied after it was received."""
     frames = wire.encode_result(5, [rollout(64)])
     decoded = wire.decode_to_client(frames)
-    assert isinstance(decoded, wire.ResultArrays)
+    assert isinstance(decoded, wire.Result)
     arrays: list[np.ndarray[Any, Any]] = [decoded.tokens, decoded.mask, decoded.logprobs]
     for array, frame in zip(arrays, frames[1:4], strict=True):
         assert np.shares_memory(array, np.frombuffer(frame, np.uint8))
@@ -102,7 +104,7 @@ def test_decoded_arrays_are_views_on_the_received_bytes() -> None:
 def test_a_transcript_has_one_entry_per_rollout_for_people() -> None:
     """Messages, reward, metrics, stop reason and timings travel as msgpack that the service need not open."""
     decoded = wire.decode_to_client(wire.encode_result(1, [rollout(2), rollout(3)]))
-    assert isinstance(decoded, wire.ResultArrays)
+    assert isinstance(decoded, wire.Result)
     entries = msgspec.msgpack.decode(decoded.transcript)
     assert [entry["messages"][1]["content"] for entry in entries] == ["4", "4"]
     assert set(entries[0]) == {"messages", "reward", "metrics", "stop_reason", "truncated", "timings"}
@@ -113,7 +115,7 @@ def test_a_transcript_survives_what_msgpack_does_not_know() -> None:
     strange = rollout(2)
     strange.messages = [{"role": "tool", "content": np.float32(1.5), "array": np.arange(2), "object": object}]
     decoded = wire.decode_to_client(wire.encode_result(1, [strange]))
-    assert isinstance(decoded, wire.ResultArrays)
+    assert isinstance(decoded, wire.Result)
     message = msgspec.msgpack.decode(decoded.transcript)[0]["messages"][0]
     assert message == {"role": "tool", "content": 1.5, "array": [0, 1], "object": repr(object)}
 
@@ -121,7 +123,7 @@ def test_a_transcript_survives_what_msgpack_does_not_know() -> None:
 def test_an_evaluation_without_sequences_is_a_valid_result() -> None:
     """Evaluations ask for no tokens, so their arrays are empty."""
     decoded = wire.decode_to_client(wire.encode_result(1, [Rollout([], 1.0)]))
-    assert isinstance(decoded, wire.ResultArrays)
+    assert isinstance(decoded, wire.Result)
     assert decoded.rollouts[0].lengths == []
     assert len(decoded.tokens) == 0
 
@@ -140,6 +142,73 @@ def header(**changes: Any) -> bytes:
         "timings": {},
     }
     return msgspec.msgpack.encode({"type": "result", "id": 9, "rollouts": [fields | changes]})
+
+
+def with_frame(place: int, content: bytes) -> Callable[[list[bytes]], list[bytes]]:
+    return lambda frames: [*frames[:place], content, *frames[place + 1 :]]
+
+
+# Well formed, and still nothing to train on. The result has a sequence of 4 tokens and one of 2.
+INVALID: dict[str, Callable[[list[bytes]], list[bytes]]] = {
+    "reward beyond float32": lambda frames: [header(reward=1e308), *frames[1:]],
+    "negative reward beyond float32": lambda frames: [header(reward=-3.1e38), *frames[1:]],
+    "metric beyond float32": lambda frames: [header(metrics={"m": 1e39}), *frames[1:]],
+    "timing NaN": lambda frames: [header(timings={"t": float("nan")}), *frames[1:]],
+    "negative token": with_frame(1, np.array([1, 2, 3, 4, -5, 6], "<i4").tobytes()),
+    "token of 2**31": with_frame(1, np.array([1, 2, 3, 4, 5, 2**31], "<u4").tobytes()),
+    "mask of 2": with_frame(2, bytes([0, 1, 1, 2, 0, 1])),
+    "nothing sampled in the second sequence": lambda frames: [
+        *frames[:2],
+        bytes([0, 1, 1, 1, 0, 0]),
+        np.zeros(6, "<f4").tobytes(),
+        frames[4],
+    ],
+    "log-probability above 0": with_frame(3, np.array([0, -1, 0.01, -1, 0, -1], "<f4").tobytes()),
+    "log-probability where nothing was sampled": with_frame(3, np.full(6, -1, "<f4").tobytes()),
+    "transcript empty": with_frame(4, b""),
+    "transcript not a list": with_frame(4, msgspec.msgpack.encode({"messages": []})),
+    "transcript of another count": with_frame(4, msgspec.msgpack.encode([{}, {}])),
+    "transcript cut short": lambda frames: [*frames[:4], frames[4][:-1]],
+    "transcript with something behind it": lambda frames: [*frames[:4], frames[4] + b"\x90"],
+    "transcript nested without end": with_frame(4, b"\x91" * 1_000_000),
+}
+
+
+@pytest.mark.parametrize("change", INVALID.values(), ids=INVALID)
+def test_content_that_cannot_be_trained_on_is_told_from_a_broken_message(
+    change: Callable[[list[bytes]], list[bytes]],
+) -> None:
+    """It is counted as an invalid rollout, whether the environment's own server finds it or we do."""
+    with pytest.raises(wire.InvalidResultError) as error:
+        wire.decode_to_client(broken(change))
+    assert (error.value.request_id, error.value.kind) == (9, "invalid_rollout")
+
+
+def test_a_log_probability_may_be_rounded_above_zero() -> None:
+    """Engines compute in half precision; a thousandth is noise."""
+    rounded = rollout(3)
+    rounded.sequences[0].logprobs[1] = 1e-4
+    rounded.check()
+    assert isinstance(wire.decode_to_client(wire.encode_result(1, [rounded])), wire.Result)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"stop_reason": "x" * (wire.MAX_HEADER_BYTES + 1)}, "rewards, metrics and lengths of 4,194,"),
+        ({"stop_reason": "\ud800"}, "cannot be encoded: UnicodeEncodeError"),
+        ({"messages": [{"content": "\ud800"}]}, "cannot be encoded: UnicodeEncodeError"),
+        ({"messages": [{"count": 2**70}]}, "cannot be encoded: OverflowError"),
+    ],
+    ids=["too large", "stop reason", "message", "number"],
+)
+def test_what_cannot_be_sent_is_an_invalid_rollout(change: dict[str, Any], why: str) -> None:
+    """The side that has it says so, instead of a connection that closes on the other."""
+    one = rollout(3)
+    for name, value in change.items():
+        setattr(one, name, value)
+    with pytest.raises(InvalidRolloutError, match=why):
+        wire.encode_result(1, [one])
 
 
 @pytest.mark.parametrize(
@@ -162,13 +231,14 @@ def header(**changes: Any) -> bytes:
         pytest.param(lambda frames: [header(lengths=[-6, 12]), *frames[1:]], id="negative length"),
         pytest.param(lambda frames: [header(lengths=[6, 0]), *frames[1:]], id="empty sequence"),
         pytest.param(lambda frames: [header(metrics={"m": float("inf")}), *frames[1:]], id="metric infinite"),
+        *[pytest.param(change, id=name) for name, change in INVALID.items()],
     ],
 )
 def test_a_broken_result_names_the_run_it_belongs_to(change: Callable[[list[bytes]], list[bytes]]) -> None:
     """Whatever is wrong behind a readable id, the run can be failed instead of waiting for ever."""
     with pytest.raises(wire.WireError) as error:
         wire.decode_to_client(broken(change))
-    assert error.value.run_id == 9
+    assert error.value.request_id == 9
 
 
 @pytest.mark.parametrize(
@@ -197,7 +267,7 @@ def test_a_run_that_makes_no_sense_is_refused_with_its_id(run: dict[str, Any]) -
     } | run
     with pytest.raises(wire.WireError) as error:
         wire.decode_to_server([msgspec.msgpack.encode(fields)])
-    assert error.value.run_id == 3
+    assert error.value.request_id == 3
 
 
 def test_a_hello_of_another_version_is_recognised_whatever_else_it_says() -> None:
@@ -233,12 +303,122 @@ def test_no_frame_whatsoever_raises_anything_but_a_wire_error() -> None:
         except wire.WireError:
             continue
         accepted += 1
-        if isinstance(message, wire.ResultArrays):
+        if isinstance(message, wire.Result):
             total = sum(sum(header.lengths) for header in message.rollouts)
             assert total == len(message.tokens) == len(message.mask) == len(message.logprobs)
-            assert np.isfinite(message.logprobs).all()
+            assert_trainable(message)
     # Mutations that hit a string's text or a number stay valid; the test is worth little if none or all did.
     assert FUZZED // 100 < accepted < FUZZED // 2
+
+
+def assert_trainable(result: wire.Result) -> None:
+    """Every promise about the content of a result."""
+    assert len(msgspec.msgpack.decode(result.transcript, type=list[msgspec.Raw])) == len(result.rollouts)
+    assert (result.tokens >= 0).all()
+    assert (result.mask <= 1).all()
+    assert np.isfinite(result.logprobs).all()
+    assert (result.logprobs <= 1e-3).all()
+    assert (result.logprobs[result.mask == 0] == 0).all()
+    start = 0
+    for one in result.rollouts:
+        numbers = [one.reward, *one.metrics.values(), *one.timings.values()]
+        assert np.isfinite(np.array(numbers).astype(np.float32)).all()
+        for length in one.lengths:
+            assert result.mask[start : start + length].any()
+            start += length
+
+
+def mostly(usual: st.SearchStrategy[Any], odd: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    """The usual kind, and the odd one in between."""
+    return st.integers(0, 9).flatmap(lambda draw: odd if draw == 0 else usual)
+
+
+NUMBERS = mostly(st.floats(-1, 1), st.floats() | st.just(1e308))
+TOKENS = mostly(st.integers(0, 2**31 - 1), st.integers(-(2**31), 2**31 - 1))
+LOGPROBS = mostly(st.floats(-20, 0, width=32), st.floats(width=32))
+MASKS = mostly(st.integers(0, 1), st.integers(0, 255))
+
+
+@st.composite
+def results(draw: st.DrawFn) -> list[bytes]:
+    """Frames of a result as a faulty server may send them: mostly right, now and then not."""
+    headers, lengths = [], []
+    for _ in range(draw(st.integers(1, 3))):
+        own = draw(st.lists(mostly(st.integers(1, 4), st.integers(-1, 2)), max_size=3))
+        lengths += [max(0, length) for length in own]
+        headers.append(
+            {
+                "reward": draw(NUMBERS),
+                "lengths": own,
+                "stop_reason": "stop",
+                "truncated": False,
+                "metrics": draw(st.dictionaries(st.text(max_size=3), NUMBERS, max_size=2)),
+                "timings": draw(st.dictionaries(st.text(max_size=3), NUMBERS, max_size=2)),
+            }
+        )
+    total = sum(lengths)
+    mask = draw(st.lists(MASKS, min_size=total, max_size=total))
+    logprobs = [draw(LOGPROBS) * draw(mostly(st.just(bool(sampled)), st.just(True))) for sampled in mask]
+    entries = draw(mostly(st.just(len(headers)), st.integers(0, 4)))
+    frames = [
+        msgspec.msgpack.encode({"type": "result", "id": 3, "rollouts": headers}),
+        np.array(draw(st.lists(TOKENS, min_size=total, max_size=total)), "<i4").tobytes(),
+        bytes(mask),
+        np.array(logprobs, "<f4").tobytes(),
+        draw(mostly(st.just(msgspec.msgpack.encode([{}] * entries)), st.binary(max_size=8))),
+    ]
+    cut = draw(mostly(st.none(), st.integers(0, 4)))
+    return [frame[:-1] if place == cut else frame for place, frame in enumerate(frames)]
+
+
+@settings(max_examples=600, deadline=None)
+@given(results())
+def test_a_result_is_either_refused_or_keeps_every_promise(frames: list[bytes]) -> None:
+    """Whatever a server sends, nothing else than a WireError leaves the decoder, and what passes can be trained on."""
+    try:
+        decoded = wire.decode_to_client(frames)
+    except wire.WireError as error:
+        event(type(error).__name__)
+        return
+    event("accepted")
+    assert isinstance(decoded, wire.Result)
+    assert_trainable(decoded)
+
+
+RECORDED = msgspec.json.decode((Path(__file__).parent / "wire_protocol_1.json").read_bytes())
+
+
+@pytest.mark.parametrize("name", RECORDED["to_server"])
+def test_what_a_client_of_protocol_1_says_is_still_understood(name: str) -> None:
+    """Frames as an earlier release wrote them; a message that was re-encoded now says the same."""
+    frames = [bytes.fromhex(frame) for frame in RECORDED["to_server"][name]]
+    message = wire.decode_to_server(frames, 1)
+    assert msgspec.msgpack.decode(wire.encode(message)) == msgspec.msgpack.decode(frames[0])
+
+
+@pytest.mark.parametrize("name", RECORDED["to_client"])
+def test_what_a_server_of_protocol_1_says_is_still_understood(name: str) -> None:
+    """Frames as an earlier release wrote them, results with all their arrays."""
+    frames = [bytes.fromhex(frame) for frame in RECORDED["to_client"][name]]
+    message = wire.decode_to_client(frames, 1)
+    said = msgspec.msgpack.decode(frames[0])
+    if not isinstance(message, wire.Result):
+        assert msgspec.msgpack.decode(wire.encode(message)) == said
+        return
+    assert message.id == said["id"]
+    assert [msgspec.to_builtins(one) for one in message.rollouts] == said["rollouts"]
+    arrays = (message.tokens, message.mask, message.logprobs)
+    assert [array.tobytes() for array in arrays] == frames[1:4]
+    assert message.transcript == frames[4]
+
+
+def test_every_version_that_is_spoken_has_its_recorded_frames() -> None:
+    """Whoever adds a version to the table records what it looked like."""
+    recorded = {
+        int(path.stem.rpartition("_")[2]) for path in Path(__file__).parent.glob("wire_protocol_*.json")
+    }
+    assert recorded == set(wire.VERSIONS)
+    assert max(wire.VERSIONS) == wire.PROTOCOL
 
 
 def mutated(random_source: random.Random, frames: list[bytes]) -> list[bytes]:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from envs.wire import RolloutHeader
+from envs.wire import Result, RolloutHeader
 from orchestrator.dispatch.ledger import Lane
 from orchestrator.dispatch.work import PendingGroup
 from orchestrator.errors import ConfigError
@@ -18,10 +18,10 @@ from orchestrator.groups.scoring import (
     join_transcripts,
 )
 from orchestrator.tasks.task import TrainTask
-from tests.support.dispatch_world import Data, make_data
+from tests.support.dispatch_world import make_data
 
 
-def pending(*results: Data) -> PendingGroup:
+def pending(*results: Result) -> PendingGroup:
     task = TrainTask(env="math", split="train", index=3, epoch=0, position=7)
     group = PendingGroup(
         task=task, lane=Lane.TRAIN, size=4, needed=4, group_scored=False, version=2, opened=0.0
@@ -80,11 +80,13 @@ def test_an_unusable_advantage_is_a_config_error_that_names_it(name: str) -> Non
 
 def test_sequences_of_a_rollout_share_its_reward_and_advantage() -> None:
     """A rollout of two sequences counts twice in the arrays and once in the group's comparison."""
-    two = Data(
+    two = Result(
+        id=0,
         rollouts=[RolloutHeader(1.0, [2, 1], "stop", False, {}, {})],
         tokens=np.array([1, 2, 3], dtype=np.int32),
         mask=np.ones(3, dtype=np.uint8),
         logprobs=np.zeros(3, dtype=np.float32),
+        transcript=b"\x90",
     )
     group = pending(two, make_data([0.0]))
     rewards = group_rewards(group)

@@ -380,7 +380,7 @@ async def test_a_recipe_that_raises_costs_the_endpoint_and_not_the_run() -> None
     ("spec", "said"),
     [
         ("vlm", '"vlm" is not one of none, vllm, sglang nor "module:attr"'),
-        ("no_such_module:f", "No module named"),
+        ("no_such_module:f", "there is no module no_such_module"),
         ("tests.inference.test_weights:no_such", "no_such"),
         ("tests.inference.test_weights:not_callable", "is of type int"),
     ],

@@ -11,9 +11,12 @@ from typing import Any
 
 import msgspec
 
+from envs import wire
 from envs.server_spec import ServerSpec
-from orchestrator.env_servers.env import Env, EnvSpec, RolloutRequest, RunFailure, RunOutcome, RunResult
+from orchestrator.env_servers.env import Answer, Env, EnvSpec, RolloutRequest
+from orchestrator.env_servers.launching import server_command
 from orchestrator.env_servers.processes import ChildProcess
+from tests.support.env_specs import env_spec
 
 ROOT = Path(__file__).parent.parent.parent
 MODULE = "tests.integration.server_envs"
@@ -28,7 +31,7 @@ def spec(tmp_path: Path, environment: str = "Quick", **fields: Any) -> EnvSpec:
         "ping_interval_s": 0.2,
         "silence_timeout_s": 30.0,
     }
-    return EnvSpec(**(defaults | fields))
+    return env_spec(**(defaults | fields))
 
 
 def request(index: int = 0, **fields: Any) -> RolloutRequest:
@@ -41,21 +44,23 @@ class Asked:
 
     def __init__(self, env: Env) -> None:
         self._env = env
-        self.ends: dict[int, list[RunOutcome]] = {}
+        self.ends: dict[int, list[Answer]] = {}
         self._changed = asyncio.Event()
 
     def submit(self, *requests: RolloutRequest) -> None:
         for one in requests:
             self.ends[id(one)] = []
             one.context = one  # keeps its identity alive as long as the request
-            self._env.submit(one, self._on_done)
+            server = self._env.reserve(one.count)
+            assert server is not None, "there is no room"
+            self._env.submit(one, self._on_done, server=server)
 
-    def _on_done(self, request: RolloutRequest, outcome: RunOutcome) -> None:
-        self.ends[id(request)].append(outcome)
+    def _on_done(self, request: RolloutRequest, answer: Answer) -> None:
+        self.ends[id(request)].append(answer)
         self._changed.set()
 
-    async def wait(self) -> list[RunOutcome]:
-        """All outcomes, each request having ended exactly once."""
+    async def wait(self) -> list[Answer]:
+        """All answers, each request having ended exactly once."""
         while not all(self.ends.values()):
             self._changed.clear()
             await self._changed.wait()
@@ -63,14 +68,14 @@ class Asked:
         return [ends[0] for ends in self.ends.values()]
 
 
-def result(outcome: RunOutcome) -> RunResult:
-    assert isinstance(outcome, RunResult), outcome
-    return outcome
+def result(answer: Answer) -> wire.Result:
+    assert isinstance(answer, wire.Result), answer
+    return answer
 
 
-def failure(outcome: RunOutcome) -> RunFailure:
-    assert isinstance(outcome, RunFailure), outcome
-    return outcome
+def failure(answer: Answer) -> wire.Failure:
+    assert isinstance(answer, wire.Failure), answer
+    return answer
 
 
 @asynccontextmanager
@@ -121,11 +126,10 @@ def free_port() -> int:
 
 def start_server(tmp_path: Path, bind: str, environment: str = "Quick", **fields: Any) -> ChildProcess:
     """A server as an operator elsewhere would run it: not spawned by an Env."""
-    server_spec = ServerSpec(
-        name="elsewhere", id=f"{MODULE}:{environment}", bind=bind, parent_pid=os.getpid(), **fields
-    )
+    server_spec = ServerSpec(name="elsewhere", id=f"{MODULE}:{environment}", bind=bind, **fields)
     server = ChildProcess(
-        [sys.executable, "-m", "envs.server"],
+        server_command(sys.executable),
+        kept=True,
         first_line=msgspec.json.encode(server_spec) + b"\n",
         log_path=tmp_path / "elsewhere.log",
         environ={**os.environ, "PYTHONPATH": str(ROOT)},

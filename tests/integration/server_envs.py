@@ -146,6 +146,16 @@ class Bad(Quick):
         "cancels_itself",
         "broken_pipe",
         "recursion",
+        "huge_reward",
+        "mask_of_two",
+        "negative_token",
+        "positive_logprob",
+        "logprob_of_a_prompt",
+        "too_large",
+        "no_unicode",
+        "interrupts",
+        "closes_itself",
+        "cannot_be_shown",
     )
 
     async def rollout(self, task: Task, model: Model) -> Any:
@@ -170,6 +180,7 @@ class Bad(Quick):
             rollout.metrics = {1: 1.0}  # type: ignore[dict-item]  # what a careless author does
         elif way == "no_sequences":
             rollout.sequences = []
+            return rollout
         elif way == "wrong_dtype":
             sequence.tokens = sequence.tokens.astype(np.int64)
         elif way == "infinite_logprob":
@@ -180,7 +191,38 @@ class Bad(Quick):
             raise BrokenPipeError("the sandbox went away")
         elif way == "recursion":
             return await self.rollout(task, model)
+        return self._worse(way, rollout)
+
+    def _worse(self, way: str, rollout: Rollout) -> Rollout:
+        sequence = rollout.sequences[0]
+        if way == "huge_reward":
+            rollout.reward = 1e308
+        elif way == "mask_of_two":
+            sequence.mask[3] = 2
+        elif way == "negative_token":
+            sequence.tokens[3] = -1
+        elif way == "positive_logprob":
+            sequence.logprobs[3] = 0.5
+        elif way == "logprob_of_a_prompt":
+            sequence.mask[0] = 0
+        elif way == "too_large":
+            rollout.stop_reason = "x" * 5_000_000
+        elif way == "no_unicode":
+            rollout.messages = [{"role": "user", "content": "\ud800"}]
+        elif way == "interrupts":
+            raise KeyboardInterrupt
+        elif way == "closes_itself":
+            raise GeneratorExit
+        elif way == "cannot_be_shown":
+            raise Unshowable
         return rollout
+
+
+class Unshowable(Exception):  # noqa: N818  as an author may call it
+    """Raises when it is shown."""
+
+    def __str__(self) -> str:
+        raise SystemExit("\ud800")
 
 
 class Ranked(Quick):
@@ -205,12 +247,17 @@ class Chatting(Quick):
 class Sandboxed(Quick):
     """Starts a process of its own for every rollout and waits for it."""
 
-    def __init__(self, pids: str) -> None:
+    def __init__(self, pids: str, own_session: bool = False) -> None:
         super().__init__()
         self._pids = Path(pids)
+        self._own_session = own_session
 
     async def rollout(self, task: Task, model: Model) -> Rollout:
-        process = subprocess.Popen(["sleep", "600"])  # noqa: ASYNC220  left running on purpose
+        process = subprocess.Popen(["sleep", "600"], start_new_session=self._own_session)  # noqa: ASYNC220  left running on purpose
+        if self._own_session:
+            # One whose parent has gone, as daemons arrange it.
+            code = 'setsid sleep 600 & echo $! >> "$0"'
+            subprocess.run(["sh", "-c", code, str(self._pids)], check=True)  # noqa: ASYNC221  returns at once
         with self._pids.open("a") as file:
             file.write(f"{process.pid}\n")
         await asyncio.Event().wait()
@@ -222,6 +269,14 @@ class WhereAmI(Quick):
 
     async def rollout(self, task: Task, model: Model) -> Rollout:
         return fixed_rollout(task["index"], messages=[{"role": "system", "content": sys.prefix}])
+
+
+class Surroundings(Quick):
+    """Tells the environment variables that it has, and a hash."""
+
+    async def rollout(self, task: Task, model: Model) -> Rollout:
+        said = {"role": "system", "content": dict(os.environ), "hash": hash("reverse")}
+        return fixed_rollout(task["index"], messages=[said])
 
 
 def lines(path: Path) -> Iterator[int]:

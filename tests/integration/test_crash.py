@@ -98,7 +98,6 @@ class World:
             id=env(kind)["id"],
             bind=self.elsewhere[name],
             args=self._args(name, latency_s),
-            parent_pid=os.getpid(),
         )
         return ChildProcess(
             [sys.executable, "-m", "envs.server"],

@@ -16,15 +16,7 @@ import structlog.testing
 
 from envs import wire
 from envs.curve import ClientKeys, generate_pair
-from orchestrator.env_servers.env import (
-    Env,
-    EnvSpec,
-    EvalEnv,
-    EvalSettings,
-    RestartPolicy,
-    TrainEnv,
-    TrainEnvs,
-)
+from orchestrator.env_servers.env import Env, EvalEnv, TrainEnv, TrainEnvs
 from orchestrator.errors import EnvError, EnvLostError, EnvProtocolError, EnvStartupError
 from tests.integration.env_servers import (
     MODULE,
@@ -44,6 +36,14 @@ from tests.integration.env_servers import (
 )
 from tests.integration.server_envs import Bad, lines
 from tests.support.chat_endpoint import chat_endpoint, completion, hang
+from tests.support.env_specs import (
+    env_spec,
+    eval_settings,
+    free_room,
+    restart_policy,
+    server_pids,
+    train_settings,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -63,15 +63,15 @@ def gate(tmp_path: Path) -> Path:
 
 async def test_a_spawned_environment_is_ready_and_runs_rollouts(tmp_path: Path) -> None:
     """Two workers come up side by side, declare their tasks, and requests spread over them."""
-    async with TrainEnv(spec(tmp_path, workers=2, capacity=8)) as env:
-        assert (env.num_tasks, env.group_scored, env.free) == (1000, False, 16)
+    async with TrainEnv(spec(tmp_path, workers=2, capacity=8), train_settings()) as env:
+        assert (env.num_tasks, env.group_scored, free_room(env)) == (1000, False, 16)
         asked = Asked(env)
         asked.submit(*[request(index) for index in range(16)])
-        assert env.free == 0
+        assert free_room(env) == 0
         outcomes = [result(outcome) for outcome in await asked.wait()]
         assert [outcome.rollouts[0].reward for outcome in outcomes] == list(range(16))
         assert np.array_equal(outcomes[3].tokens, np.arange(3, 11))
-        assert env.free == 16
+        assert free_room(env) == 16
         await until(lambda: all(stats is not None and stats.done == 8 for stats in env.stats().values()))
 
 
@@ -90,7 +90,7 @@ async def test_a_group_runs_side_by_side_and_is_scored_as_a_whole(tmp_path: Path
 
 async def test_unbounded_tasks_are_declared_as_such(tmp_path: Path) -> None:
     """An environment that makes its tasks up has no number of them."""
-    async with EvalEnv(spec(tmp_path, "Unbounded"), EvalSettings(num_examples=5)) as env:
+    async with EvalEnv(spec(tmp_path, "Unbounded"), eval_settings(num_examples=5)) as env:
         assert env.num_tasks is None
         assert env.examples == 5
         assert result(await env.run_rollout(request(123_456))).rollouts[0].reward == 123_456
@@ -131,7 +131,7 @@ async def test_a_rollout_reaches_the_inference_server_with_what_the_handshake_fi
 async def test_the_argument_list_of_a_server_holds_no_configuration(tmp_path: Path) -> None:
     """Arguments are readable by everyone on the machine, so instructions travel over standard input."""
     async with Env(spec(tmp_path, "Gated", args={"gate": "a-secret-argument"})) as env:
-        for pid in env.pids.values():
+        for pid in server_pids(env).values():
             assert b"a-secret-argument" not in Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
@@ -157,6 +157,9 @@ async def test_every_way_to_go_wrong_is_one_failed_rollout_with_its_kind(tmp_pat
         "cancels_itself": ("error", True),
         "broken_pipe": ("error", True),
         "recursion": ("error", False),
+        "interrupts": ("error", False),
+        "closes_itself": ("error", False),
+        "cannot_be_shown": ("error", False),
     }
     async with Env(spec(tmp_path, "Bad")) as env:
         outcomes = {way: failure(await env.run_rollout(request(i))) for i, way in enumerate(Bad.ways)}
@@ -170,6 +173,18 @@ async def test_every_way_to_go_wrong_is_one_failed_rollout_with_its_kind(tmp_pat
     assert [record["task"] for record in failed] == [f"bad/train/{index}" for index in range(len(Bad.ways))]
     assert "no boxed part" in failed[0]["traceback"]
     assert "server_envs.py" in failed[0]["traceback"]
+
+
+@pytest.mark.parametrize("way", ["exits", "interrupts", "closes_itself", "cancels_itself"])
+async def test_a_member_of_a_group_that_would_end_the_process_ends_the_group(
+    way: str, tmp_path: Path
+) -> None:
+    """Members are tasks of their own, in which exit() and its like would end the event loop."""
+    async with Env(spec(tmp_path, "Bad")) as env:
+        end = failure(await env.run_group(request(Bad.ways.index(way), count=2)))
+        assert end.kind == "error"
+        assert failure(await env.run_rollout(request(0))).message.startswith("ValueError")
+        assert env.restarts == 0
 
 
 async def test_an_index_beyond_the_split_is_a_failed_rollout(tmp_path: Path) -> None:
@@ -196,7 +211,7 @@ async def test_a_killed_worker_loses_and_doubles_nothing_and_comes_back(tmp_path
         asked = Asked(env)
         requests = [request(index) for index in range(256)]
         asked.submit(*requests)
-        victim = env.pids["gated-0"]
+        victim = server_pids(env)["gated-0"]
         os.kill(victim, signal.SIGKILL)
         await until(lambda: sum(map(len, asked.ends.values())) == 128)
         lost = [one for one in requests if asked.ends[id(one)]]
@@ -204,8 +219,8 @@ async def test_a_killed_worker_loses_and_doubles_nothing_and_comes_back(tmp_path
             end = failure(asked.ends[id(one)][0])
             assert (end.kind, end.retryable, end.lost) == ("server_lost", True, True)
         assert env.inflight == 128
-        await until(lambda: env.free == 128)
-        assert env.pids["gated-0"] != victim
+        await until(lambda: free_room(env) == 128)
+        assert server_pids(env)["gated-0"] != victim
         assert env.restarts == 1
         again = Asked(env)
         again.submit(*[request(one.index) for one in lost])
@@ -225,7 +240,7 @@ async def test_a_stopped_worker_is_noticed_killed_and_replaced(tmp_path: Path, g
         async with supervised(Env(quiet)) as env:
             asked = Asked(env)
             asked.submit(*[request(index) for index in range(16)])
-            stopped = env.pids["gated-0"]
+            stopped = server_pids(env)["gated-0"]
             os.kill(stopped, signal.SIGSTOP)
             ends = [failure(outcome) for outcome in await asked.wait()]
             assert all(end.lost and end.retryable for end in ends)
@@ -240,7 +255,7 @@ async def test_a_stopped_worker_is_noticed_killed_and_replaced(tmp_path: Path, g
 
 async def test_a_poison_task_takes_only_its_own_attempts(tmp_path: Path) -> None:
     """A task that kills its server fails as lost each time, which lets its attempts be counted; others go on."""
-    policy = RestartPolicy(max_restarts=5, first_delay_s=0.01)
+    policy = restart_policy(max_restarts=5, first_delay_s=0.01)
     async with supervised(Env(spec(tmp_path, "Poison", restart=policy))) as env:
         for _ in range(3):
             assert failure(await env.run_rollout(request(13))).lost
@@ -250,7 +265,7 @@ async def test_a_poison_task_takes_only_its_own_attempts(tmp_path: Path) -> None
 
 async def test_a_server_that_keeps_dying_uses_its_budget_up(tmp_path: Path) -> None:
     """Restarts are not for ever: the environment is lost, and the error shows the server's last words."""
-    env = Env(spec(tmp_path, "Poison", restart=RestartPolicy(max_restarts=2, first_delay_s=0.01)))
+    env = Env(spec(tmp_path, "Poison", restart=restart_policy(max_restarts=2, first_delay_s=0.01)))
     async with env, asyncio.TaskGroup() as group:
         supervisor = group.create_task(_error_of(env))
         for _ in range(3):
@@ -275,7 +290,7 @@ async def test_a_server_that_never_becomes_ready_is_an_error_with_its_log(tmp_pa
     log = tmp_path / "logs" / "neverready-0.log"
     await env.spawn()
     try:
-        pids = list(env.pids.values())
+        pids = list(server_pids(env).values())
         await until(lambda: "still reading" in log.read_text())
         with pytest.raises(
             EnvStartupError, match=r"(?s)neverready-0 not ready in 0.3 s.*ready_timeout_s.*still reading"
@@ -306,7 +321,7 @@ async def test_an_environment_that_does_not_load_says_why_at_once(
 async def test_a_server_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
     """Shutdown is bounded: after the grace the whole group is killed."""
     async with Env(spec(tmp_path, "Clinging")) as env:
-        pid = env.pids["clinging-0"]
+        pid = server_pids(env)["clinging-0"]
         await env.shutdown(grace_s=0.3)
         assert not alive(pid)
 
@@ -333,19 +348,70 @@ async def test_processes_that_an_environment_started_end_with_its_server(tmp_pat
     await until(lambda: not any(map(alive, lines(pids))))
 
 
+async def test_a_server_gets_every_variable_but_the_secrets_of_the_service(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What an environment needs of its own, such as the key of a judge, stays."""
+    monkeypatch.setenv("SERVICE_TOKEN", "secret")
+    monkeypatch.setenv("JUDGE_KEY", "needed")
+    async with Env(spec(tmp_path, "Surroundings", withheld=frozenset({"SERVICE_TOKEN", "UNSET"}))) as env:
+        ended = result(await env.run_rollout(request(0)))
+    variables = msgspec.msgpack.decode(ended.transcript)[0]["messages"][0]["content"]
+    assert variables["JUDGE_KEY"] == "needed"
+    assert "secret" not in variables.values()
+
+
+@pytest.mark.parametrize("chosen", [None, "7"])
+async def test_hashes_are_the_same_in_every_server_process(
+    chosen: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An environment that orders its tasks by hashes has the same tasks in all; a seed of the user's own holds."""
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    if chosen is not None:
+        monkeypatch.setenv("PYTHONHASHSEED", chosen)
+    async with Env(spec(tmp_path, "Surroundings", workers=2, capacity=1)) as env:
+        asked = Asked(env)
+        asked.submit(request(0), request(1))
+        ended = [result(answer) for answer in await asked.wait()]
+    said = [msgspec.msgpack.decode(one.transcript)[0]["messages"][0] for one in ended]
+    assert [one["content"]["PYTHONHASHSEED"] for one in said] == [chosen or "0"] * 2
+    assert said[0]["hash"] == said[1]["hash"]
+
+
+@pytest.mark.parametrize("how", ["stopped", "killed"])
+async def test_processes_in_sessions_of_their_own_end_with_their_server(how: str, tmp_path: Path) -> None:
+    """Those of a rollout that were started as daemons come to the server's keeper, which ends them."""
+    pids = tmp_path / "pids"
+    environment = spec(tmp_path, "Sandboxed", args={"pids": str(pids), "own_session": True})
+    async with Env(environment) as env:
+        asked = Asked(env)
+        asked.submit(request(0))
+        await until(lambda: len(list(lines(pids))) == 2)
+        assert all(map(alive, lines(pids)))
+        if how == "killed":
+            os.kill(server_pids(env)["sandboxed-0"], signal.SIGKILL)
+            [end] = await asked.wait()
+            assert failure(end).lost
+            await until(lambda: not any(map(alive, lines(pids))))
+    await until(lambda: not any(map(alive, lines(pids))))
+
+
 ORCHESTRATOR = f"""
 import asyncio, pathlib, sys
-from orchestrator.env_servers.env import Env, EnvSpec, RolloutRequest
+from orchestrator.env_servers.env import Env, RolloutRequest
+from tests.support.env_specs import env_spec, server_pids
+def ask(env, index, url):
+    env.submit(RolloutRequest("train", index, url), print, server=env.reserve(1))
 async def main(where, address):
     where = pathlib.Path(where)
-    own = EnvSpec(name="own", id="{MODULE}:Sandboxed", args={{"pids": str(where / "sandboxes")}}, workers=2,
+    own = env_spec(name="own", id="{MODULE}:Sandboxed", args={{"pids": str(where / "sandboxes"), "own_session": True}}, workers=2,
                   log_dir=where / "logs")
-    other = EnvSpec(name="other", id="{MODULE}:Chatting", addresses=(address,))
+    other = env_spec(name="other", id="{MODULE}:Chatting", addresses=(address,))
     async with Env(own) as env, Env(other) as elsewhere:
-        env.submit(RolloutRequest("train", 0, "http://127.0.0.1:9/v1"), print)
-        env.submit(RolloutRequest("train", 1, "http://127.0.0.1:9/v1"), print)
-        elsewhere.submit(RolloutRequest("train", 0, sys.argv[3]), print)
-        (where / "servers").write_text("\\n".join(str(pid) for pid in env.pids.values()))
+        ask(env, 0, "http://127.0.0.1:9/v1")
+        ask(env, 1, "http://127.0.0.1:9/v1")
+        ask(elsewhere, 0, sys.argv[3])
+        (where / "servers").write_text("\\n".join(str(pid) for pid in server_pids(env).values()))
         await asyncio.Event().wait()
 asyncio.run(main(*sys.argv[1:3]))
 """
@@ -361,7 +427,7 @@ async def test_the_death_of_the_orchestrator_ends_everything_it_started(tmp_path
             sys.executable, "-c", ORCHESTRATOR, str(tmp_path), address, endpoint.base_url
         )
         try:
-            await until(lambda: len(list(lines(tmp_path / "sandboxes"))) == 2)
+            await until(lambda: len(list(lines(tmp_path / "sandboxes"))) == 4)
             await endpoint.arrived.wait()
             servers = list(lines(tmp_path / "servers"))
             assert len(servers) == 2
@@ -406,7 +472,7 @@ async def test_a_cancelled_request_is_not_answered_and_frees_its_room_once(
         assert env.cancel(requests[0])
         assert not env.cancel(requests[0])
         await freed.wait()
-        assert env.free == 1
+        assert free_room(env) == 1
         gate.touch()
         await until(lambda: env.inflight == 0)
         assert [len(asked.ends[id(one)]) for one in requests] == [0, 1, 1, 1]
@@ -526,7 +592,7 @@ async def test_training_and_evaluation_share_a_remote_server(tmp_path: Path) -> 
         async with Env(
             spec(tmp_path, name="eval", split="eval", train=False, addresses=(address,))
         ) as evaluation:
-            assert (train.free, evaluation.free) == (2, 2)
+            assert (free_room(train), free_room(evaluation)) == (2, 2)
             assert isinstance(await evaluation.run_rollout(request(1, split="eval")), object)
         assert result(await train.run_rollout(request(2))).rollouts[0].reward == 2.0
     await server.stop(grace_s=10)
@@ -637,7 +703,9 @@ async def test_a_directory_named_like_our_package_does_not_hide_it(
 
 async def test_environments_start_and_stop_side_by_side(tmp_path: Path) -> None:
     """Two environments that take a second each to load are both ready once connect returns; one failure ends all."""
-    envs = TrainEnvs([TrainEnv(spec(tmp_path, name=name, args={"load_s": 0.2})) for name in ("a", "b")])
+    envs = TrainEnvs(
+        [TrainEnv(spec(tmp_path, name=name, args={"load_s": 0.2}), train_settings()) for name in ("a", "b")]
+    )
     await envs.spawn()
     try:
         await envs.connect()
@@ -649,7 +717,7 @@ async def test_environments_start_and_stop_side_by_side(tmp_path: Path) -> None:
 async def test_connecting_without_a_server_or_an_address_is_an_error() -> None:
     """There is nothing to connect to."""
     with pytest.raises(EnvError, match="spawn"):
-        await Env(EnvSpec(name="lonely", id="reverse")).connect()
+        await Env(env_spec(name="lonely")).connect()
 
 
 def test_the_protocol_is_the_documented_one() -> None:

@@ -387,8 +387,8 @@ def test_a_strategy_can_be_named_by_module_and_class() -> None:
     ("strategy", "options", "complaint"),
     [
         ("flo", {}, 'no mix strategy is named "flo"; use one of flow, adaptive'),
-        ("no_such_module:Class", {}, "cannot be loaded"),
-        ("orchestrator.mix:Nothing", {}, "cannot be loaded"),
+        ("no_such_module:Class", {}, "there is no module no_such_module"),
+        ("orchestrator.mix:Nothing", {}, 'has no "Nothing"'),
         ("orchestrator.errors:ConfigError", {}, "not a subclass of EnvMixStrategy"),
         ("flow", {"gian": 1}, 'has no option "gian"; it has: gain, window'),
         ("flow", {"gain": math.nan}, "gain of nan"),

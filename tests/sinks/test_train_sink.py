@@ -1,10 +1,10 @@
 """From complete groups to offered batches: what is recorded, dropped, told, and when."""
 
 import tracemalloc
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from orchestrator.dispatch.ledger import Lane
 from orchestrator.dispatch.work import PendingGroup
@@ -126,8 +126,7 @@ def test_what_an_earlier_process_left_is_queued_in_order() -> None:
 def test_a_queued_token_takes_at_most_ten_bytes() -> None:
     """int32 token, float32 log-probability, mask, and small change; transcripts are left to the journal."""
     made = world(max_versions=99)
-    data = make_data([0.0, 1.0, 0.0, 1.0], length=2048)
-    data.transcript = b"\x90" + b"x" * 40_000
+    data = replace(make_data([0.0, 1.0, 0.0, 1.0], length=2048), transcript=b"\x90" + b"x" * 40_000)
     tracemalloc.start()
     before, _ = tracemalloc.get_traced_memory()
     for position in range(40):

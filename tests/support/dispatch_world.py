@@ -13,8 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from envs.rollout import Float32s, Int32s, Uint8s
-from envs.wire import RolloutHeader
+from envs.wire import Result, RolloutHeader
 from orchestrator.buffer import BatchBuffer
 from orchestrator.dispatch.dispatcher import Dispatcher
 from orchestrator.dispatch.ledger import Lane, Ledger
@@ -30,24 +29,16 @@ from orchestrator.sinks.train_sink import TrainSink
 from orchestrator.tasks.source import SourceEnv, TrainSource
 
 
-@dataclass
-class Data:
-    """A run's result: one short sequence per rollout."""
-
-    rollouts: list[RolloutHeader]
-    tokens: Int32s
-    mask: Uint8s
-    logprobs: Float32s
-    transcript: bytes = b"\x90"
-
-
-def make_data(rewards: list[float], length: int = 3) -> Data:
+def make_data(rewards: list[float], length: int = 3) -> Result:
+    """What came back: one short sequence per rollout."""
     n = len(rewards)
-    return Data(
+    return Result(
+        id=0,
         rollouts=[RolloutHeader(reward, [length], "stop", False, {}, {}) for reward in rewards],
         tokens=np.arange(n * length, dtype=np.int32),
         mask=np.ones(n * length, dtype=np.uint8),
         logprobs=np.zeros(n * length, dtype=np.float32),
+        transcript=b"\x90",
     )
 
 

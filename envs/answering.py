@@ -1,8 +1,9 @@
-"""Does runs: looks the task up, gives the environment a model, checks what comes back.
+"""Answers requests: looks the task up, gives the environment a model, checks what comes back.
 
 Foreign code runs here and nowhere else in the server, and this is the one place where whatever it raises
-becomes a `Failure`: an exception, a NaN reward, arrays that do not fit, the wrong type. A run yields exactly
-one answer, as frames ready to be sent. Cancellation by the caller passes through.
+becomes a `Failure`: an exception of any kind (also exit() and a cancellation of its own), a NaN reward, arrays
+that do not fit, the wrong type, a result too large to be sent. A request gets exactly one answer, as frames ready
+to be sent. Cancellation by the caller passes through.
 A group's rollouts run side by side and are scored together; the first that fails fails the group and
 stops the others.
 """
@@ -18,7 +19,7 @@ from envs import wire
 from envs.environment import Environment, Task, Tasks, is_group_scored
 from envs.errors import RolloutFailure
 from envs.model import ChatClient, Model, ModelSettings
-from envs.rollout import InvalidRolloutError, Rollout
+from envs.rollout import InvalidRolloutError, Rollout, fits_float32
 
 log = structlog.get_logger()
 
@@ -28,8 +29,12 @@ _LOGGED_IN_FULL = 20
 _LOGGED_EVERY = 100
 
 
-class Runner:
-    """Executes runs of one environment with one HTTP client."""
+class _NoException(Exception):  # noqa: N818  its cause is the error
+    """Stands for what an environment raised that is no Exception: SystemExit, KeyboardInterrupt, …"""
+
+
+class Responder:
+    """Answers the requests for one environment with one HTTP client."""
 
     def __init__(self, environment: Environment, *, client: ChatClient, env: str) -> None:
         self._environment = environment
@@ -43,32 +48,35 @@ class Runner:
         """Number of tasks in a split, None when unbounded; whatever the environment raises passes through."""
         return _length(self._tasks(split))
 
-    async def answer(self, run: wire.Run, settings: ModelSettings) -> list[bytes]:
-        """Do a run and return the message that answers it."""
+    async def answer(self, request: wire.Request, settings: ModelSettings) -> list[bytes]:
+        """Do what is asked and return the message that answers it."""
         try:
-            async with asyncio.timeout(run.timeout_s or None) as deadline:
-                rollouts = await self._rollouts(run, settings)
-            return wire.encode_result(run.id, rollouts)
-        # Anything an environment raises is the rollout's outcome; the server and its other runs go on.
-        # SystemExit is among it: an exit() in a rollout must not end the server.
-        except (Exception, SystemExit) as error:
-            failure = _failure(run, error, timed_out=isinstance(error, TimeoutError) and deadline.expired())
-            self._log(run, failure)
+            async with asyncio.timeout(request.timeout_s or None) as deadline:
+                rollouts = await self._rollouts(request, settings)
+            return wire.encode_result(request.id, rollouts)
+        # Anything an environment raises is the rollout's outcome; the server and its other requests go on.
+        except BaseException as error:
+            if _by_caller(error):
+                raise
+            failure = _failure(
+                request, error, timed_out=isinstance(error, TimeoutError) and deadline.expired()
+            )
+            self._log(request, failure)
             return [wire.encode(failure)]
 
-    async def _rollouts(self, run: wire.Run, settings: ModelSettings) -> list[Rollout]:
-        if self.group_scored and run.kind != "group":
+    async def _rollouts(self, request: wire.Request, settings: ModelSettings) -> list[Rollout]:
+        if self.group_scored and request.kind != "group":
             raise RolloutFailure(
                 "not_a_group", "the environment scores whole groups; run a group", retryable=False
             )
-        task = self._task(run)
-        if run.kind == "rollout":
-            return [await self._attempt(run, settings, task)]
+        task = self._task(request)
+        if request.kind == "rollout":
+            return [await self._attempt(request, settings, task)]
         async with asyncio.TaskGroup() as members:
             name = _running_name()
             attempts = [
-                members.create_task(self._attempt(run, settings, task), name=f"{name} #{member}")
-                for member in range(run.count)
+                members.create_task(self._attempt(request, settings, task), name=f"{name} #{member}")
+                for member in range(request.count)
             ]
         rollouts = [attempt.result() for attempt in attempts]
         rewards = await self._environment.score_group(task, rollouts)
@@ -81,24 +89,24 @@ class Runner:
             rollout.reward = _finite(reward, "reward")
         return rollouts
 
-    async def _attempt(self, run: wire.Run, settings: ModelSettings, task: Task) -> Rollout:
+    async def _attempt(self, request: wire.Request, settings: ModelSettings, task: Task) -> Rollout:
         model = Model(
             settings,
             client=self._client,
-            base_url=run.base_url,
-            session=run.session,
-            cache_salt=run.cache_salt,
+            base_url=request.base_url,
+            session=request.session,
+            cache_salt=request.cache_salt,
         )
         try:
             rollout = await self._environment.rollout(task, model)
-        except asyncio.CancelledError:
-            current = asyncio.current_task()
-            if current is not None and current.cancelling():
+            return _checked(rollout, train=settings.train)
+        except Exception:
+            raise
+        # In a task of its own, as a group's members are, a SystemExit would end the event loop.
+        except BaseException as error:
+            if _by_caller(error):
                 raise
-            raise RolloutFailure(
-                "error", "the environment cancelled its own rollout", retryable=True
-            ) from None
-        return _checked(rollout, train=settings.train)
+            raise _NoException from error
 
     def _tasks(self, split: str) -> Tasks:
         tasks = self._splits.get(split)
@@ -106,19 +114,19 @@ class Runner:
             tasks = self._splits[split] = self._environment.tasks(split)
         return tasks
 
-    def _task(self, run: wire.Run) -> Task:
-        tasks = self._tasks(run.split)
+    def _task(self, request: wire.Request) -> Task:
+        tasks = self._tasks(request.split)
         count = _length(tasks)
-        if count is not None and run.index >= count:
+        if count is not None and request.index >= count:
             raise RolloutFailure(
                 "no_such_task",
-                f'split "{run.split}" has {count} tasks, asked for {run.index}',
+                f'split "{request.split}" has {count} tasks, asked for {request.index}',
                 retryable=False,
             )
-        return tasks[run.index]
+        return tasks[request.index]
 
-    def _log(self, run: wire.Run, failure: wire.Failure) -> None:
-        """Say how a run failed; a kind that keeps happening is thinned out so that it cannot fill the disk."""
+    def _log(self, request: wire.Request, failure: wire.Failure) -> None:
+        """Say how a request failed; a kind that keeps happening is thinned out so that it cannot fill the disk."""
         self._failures[failure.kind] += 1
         seen = self._failures[failure.kind]
         if seen > _LOGGED_IN_FULL and seen % _LOGGED_EVERY:
@@ -126,7 +134,7 @@ class Runner:
         log.warning(
             "rollout.failed",
             kind=failure.kind,
-            task=f"{self._env}/{run.split}/{run.index}",
+            task=f"{self._env}/{request.split}/{request.index}",
             message=failure.message,
             retryable=failure.retryable,
             seen=seen,
@@ -134,20 +142,41 @@ class Runner:
         )
 
 
-def _failure(run: wire.Run, error: BaseException, *, timed_out: bool) -> wire.Failure:
-    """What an exception means for the run."""
+def _failure(request: wire.Request, error: BaseException, *, timed_out: bool) -> wire.Failure:
+    """What an exception means for the request."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
+    if isinstance(error, _NoException) and error.__cause__ is not None:
+        error = error.__cause__
     kind, retryable, detail = "error", isinstance(error, OSError), "".join(traceback.format_exception(error))
-    message = f"{type(error).__name__}: {error}"
+    message = f"{type(error).__name__}: {_text(error)}"
+    if isinstance(error, asyncio.CancelledError):
+        retryable, message, detail = True, "the environment cancelled its own rollout", ""
     if timed_out:
         kind, retryable, detail = "timed_out", True, ""
-        message = f"not done in {run.timeout_s:g} s"
+        message = f"not done in {request.timeout_s:g} s"
     elif isinstance(error, RolloutFailure):
-        kind, retryable, message, detail = error.kind, error.retryable, error.message, ""
+        kind, retryable, message, detail = error.kind, bool(error.retryable), _text(error.message), ""
     elif isinstance(error, InvalidRolloutError):
         kind, message = "invalid_rollout", str(error)
-    return wire.Failure(run.id, kind[:100], message[:_MESSAGE_CHARS], retryable, detail[-_DETAIL_CHARS:])
+    return wire.Failure(
+        request.id, _text(kind)[:100], message[:_MESSAGE_CHARS], retryable, _text(detail[-_DETAIL_CHARS:])
+    )
+
+
+def _by_caller(error: BaseException) -> bool:
+    """Whether it is the cancellation that the server itself asked for."""
+    current = asyncio.current_task()
+    return isinstance(error, asyncio.CancelledError) and current is not None and current.cancelling() > 0
+
+
+def _text(value: object) -> str:
+    """A text that can be sent, of anything: lone surrogates are replaced, and str() may raise."""
+    try:
+        return str(value).encode("utf-8", "replace").decode()
+    # A failure must reach the client whatever the environment's exception does when it is shown.
+    except BaseException:
+        return f"a {type(value).__name__} that cannot be shown"
 
 
 def _checked(rollout: object, *, train: bool) -> Rollout:
@@ -171,13 +200,13 @@ def _checked(rollout: object, *, train: bool) -> Rollout:
 
 
 def _finite(value: object, what: str) -> float:
-    """A number of any library as a float; NaN, infinity and everything else is an invalid rollout."""
+    """A number of any library as a float; NaN, infinity, what a float32 cannot hold and everything else is an invalid rollout."""
     if isinstance(value, (int, float)) or hasattr(value, "__float__"):
         try:
             number = float(value)
         except (TypeError, ValueError, OverflowError):
             number = math.nan
-        if math.isfinite(number):
+        if fits_float32(number):
             return number
     raise InvalidRolloutError(f"{what} must be a finite number, got {value!r}"[:_MESSAGE_CHARS])
 
@@ -192,4 +221,4 @@ def _length(tasks: Tasks) -> int | None:
 
 def _running_name() -> str:
     current = asyncio.current_task()
-    return current.get_name() if current is not None else "run"
+    return current.get_name() if current is not None else "request"

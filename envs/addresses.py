@@ -1,0 +1,18 @@
+"""Which addresses stay on this machine: the one answer for what needs keys or a token and what does not."""
+
+from ipaddress import ip_address
+from urllib.parse import urlsplit
+
+
+def is_loopback(address: str) -> bool:
+    """Whether an address, given as host or as URL, can only be reached from, and only reaches, this machine."""
+    if address.startswith(("ipc://", "inproc://", "file://")):
+        return True
+    place = address.split("://")[-1]
+    if place.count(":") > 1 and not place.startswith("["):
+        place = f"[{place}]"  # an IPv6 host alone, whose colons set no port apart
+    try:
+        host = urlsplit(f"//{place}").hostname or ""
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        return False

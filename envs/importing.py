@@ -1,0 +1,69 @@
+"""From "module:attribute" to the object: the one importer of environments, strategies and functions that users name.
+
+A mistake is an `ImportReferenceError` of one line: it tells a module that is not there from one whose own dependency is
+not, and names the nearest attributes. Modules of the working directory are found too. What a module raises while
+it is imported, other than an ImportError, passes through with its traceback.
+"""
+
+import difflib
+import importlib
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+
+class ImportReferenceError(ValueError):
+    """A reference that leads nowhere; the message is one line for the user."""
+
+
+def import_attribute(reference: str, *, what: str, suggest: Callable[[object], bool] | None = None) -> Any:
+    """The object that "module:attribute" names; `what` names it in messages.
+
+    When no attribute has a similar name, the message lists those whose value `suggest` accepts.
+    """
+    module_name, _, attribute = reference.partition(":")
+    if not module_name or not attribute:
+        raise ImportReferenceError(f'{what} "{reference}" is not module:attribute')
+    module = _import(module_name, f'{what} "{reference}"')
+    found: Any = module
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            public = [name for name in vars(found) if not name.startswith("_")] if found is module else []
+            close = difflib.get_close_matches(part, public, cutoff=0.5)
+            fitting = [name for name, value in vars(module).items() if suggest is not None and suggest(value)]
+            raise ImportReferenceError(
+                f'{what} "{reference}": module {module_name} has no "{part}"; {nearest(part, close or fitting)}'
+            )
+        found = getattr(found, part)
+    return found
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """A hint for a name that does not exist: the closest ones, else all."""
+    there = sorted(known)
+    close = difflib.get_close_matches(name, there, n=3, cutoff=0.6)
+    if close:
+        return "did you mean " + " or ".join(f'"{match}"' for match in close) + "?"
+    return f"there are: {', '.join(there)}" if there else "there are none"
+
+
+def _import(module_name: str, shown: str) -> ModuleType:
+    """Import a module, also from the working directory, which a console script does not have on its path."""
+    here = str(Path.cwd())
+    if here not in sys.path and "" not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        return importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        missing = error.name or ""
+        if module_name == missing or module_name.startswith(f"{missing}."):
+            raise ImportReferenceError(
+                f"{shown}: there is no module {missing} for {sys.executable}; install it, or start where it is found"
+            ) from None
+        raise ImportReferenceError(
+            f'{shown}: its module needs "{missing}", which is not installed for {sys.executable}'
+        ) from error
+    except ImportError as error:
+        raise ImportReferenceError(f"{shown}: its module cannot be imported: {error}") from error
