@@ -30,7 +30,7 @@ from orchestrator.service.driver import Driver
 from orchestrator.sinks.eval_sink import Evals
 from orchestrator.sinks.train_sink import TrainSink
 from orchestrator.tasks.source import SourceEnv, TrainSource
-from orchestrator.trainer_link.server import BatchServer
+from orchestrator.trainer_link.server import PROBE_S, BatchServer
 
 log = structlog.get_logger()
 
@@ -209,12 +209,14 @@ def build_batch_server(config: Config, run: Run, recovered: Recovered, *, versio
     return BatchServer(
         bind=blueprint.trainer_address(config),
         keys=blueprint.trainer_keys(config),
+        token=blueprint.trainer_token(config),
         world_size=config.trainer.world_size,
         run=run.journal.run_id,
         keep=config.trainer.keep_batches,
         last_step=recovered.last_acknowledged,
         version=version,
         load=run.journal.load_batch,
+        check_version=lambda version, path, decided: decided(""),
         on_ack=run.on_ack,
         on_rank_ack=lambda step, rank: run.journal.record_ack(
             step, rank, world_size=config.trainer.world_size
@@ -223,6 +225,7 @@ def build_batch_server(config: Config, run: Run, recovered: Recovered, *, versio
         on_trained=run.on_trained,
         on_done=run.on_trainer_done,
         when_durable=run.journal.when_durable,
+        probe_s=PROBE_S,
     )
 
 
@@ -232,6 +235,6 @@ def offer_recovered(server: BatchServer, recovered: Recovered, max_steps: int | 
         if batch.step in recovered.acknowledged:
             server.keep(batch)
         else:
-            server.offer(batch, recovered.acks.get(batch.step, ()))
+            server.restore(batch, recovered.acks.get(batch.step, ()))
     if max_steps is not None and recovered.last_step >= max_steps:
         server.finish("max_steps reached")

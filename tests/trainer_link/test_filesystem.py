@@ -147,7 +147,7 @@ async def test_a_service_that_starts_forgets_what_was_said_to_the_one_before(tmp
 
 
 async def test_a_file_that_is_no_message_is_handed_on_as_nothing_and_removed(tmp_path: Path) -> None:
-    """The desk counts it as malformed."""
+    """`Leases` counts it as malformed."""
     async with Service(tmp_path) as service:
         (tmp_path / "inbox" / f"{PEER}.{0:012d}.msg").write_bytes(b"nonsense")
         assert await service.inbox.get() == (PEER.encode(), [])
