@@ -3,7 +3,9 @@
 import asyncio
 import signal
 import sys
-from collections.abc import AsyncIterator
+import threading
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
@@ -13,12 +15,26 @@ from structlog.testing import capture_logs
 
 from envs.curve import ServerKeys, generate_pair
 from orchestrator.errors import TrainerLinkError
+from orchestrator.groups.group import Batch
 from orchestrator.journal import Journal
 from orchestrator.trainer import AsyncTrainerClient, TrainerClient
+from orchestrator.trainer.protocol import (
+    PROTOCOL,
+    Get,
+    Join,
+    Missing,
+    Ok,
+    Pong,
+    Served,
+    Welcome,
+    decode_to_trainer,
+    encode,
+)
 from tests.support.journal_groups import make_batch
 from tests.support.trainer_links import make_server
 from tests.support.trainer_victim import digest
 from tests.support.waiting import until
+from tests.trainer.recorded import read_recorded, recorded_batch
 
 ROOT = Path(__file__).parents[2]
 
@@ -462,3 +478,168 @@ async def test_what_a_trainer_was_told_holds_after_a_crash(tmp_path: Path) -> No
         assert server.leased == [2]
         async with server, AsyncTrainerClient(address) as trainer:
             assert digest(await anext(trainer)) == digest_of_second
+
+
+async def test_a_version_that_cannot_be_loaded_is_an_error_where_it_is_published(bind: str) -> None:
+    """With the reason; nothing is recorded, and the trainer may go on and publish another."""
+    published: list[tuple[int, str | None]] = []
+
+    def check(version: int, path: str | None, decided: Callable[[str], None]) -> None:
+        reason = "" if path == "good" else f"{path} holds no weights"
+        asyncio.get_running_loop().call_soon(decided, reason)
+
+    async with (
+        make_server(
+            bind=bind, world_size=1, check_version=check, on_publish=lambda v, p: published.append((v, p))
+        ) as server,
+        AsyncTrainerClient(server.address) as trainer,
+    ):
+        with pytest.raises(TrainerLinkError, match="spoiled holds no weights"):
+            await trainer.publish(1, "spoiled")
+        assert published == []
+        assert await trainer.publish(1, "good") == ""
+        assert published == [(1, "good")]
+
+
+async def test_a_rank_that_dies_while_its_version_is_checked_holds_up_nobody(tmp_path: Path) -> None:
+    """The decision is made without it; its next process is told that it was published before."""
+    checks: list[Callable[[str], None]] = []
+    published: list[int] = []
+    server = make_server(
+        bind=f"ipc://{tmp_path}/s",
+        world_size=1,
+        probe_s=0.05,
+        check_version=lambda version, path, decided: checks.append(decided),
+        on_publish=lambda version, path: published.append(version),
+    )
+    async with server:
+        async with AsyncTrainerClient(server.address) as first:
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.2):
+                    await first.publish(1, "ckpt")
+        await until(lambda: checks and server.ranks == [])
+        checks[0]("")
+        assert published == [1]
+        async with AsyncTrainerClient(server.address) as second:
+            assert "was published before" in await second.publish(1, "ckpt")
+        assert len(checks) == 1
+
+
+async def test_a_decision_after_the_end_is_not_recorded(bind: str) -> None:
+    """A check may take longer than the run."""
+    checks: list[Callable[[str], None]] = []
+    published: list[int] = []
+    async with make_server(
+        bind=bind,
+        world_size=1,
+        check_version=lambda version, path, decided: checks.append(decided),
+        on_publish=lambda version, path: published.append(version),
+    ) as server:
+        server.publish(1, "ckpt")
+    checks[0]("")
+    assert published == []
+
+
+async def test_a_batch_that_cannot_be_read_or_encoded_is_an_answer_with_the_reason(bind: str) -> None:
+    """The rank does not wait for ever, and the log has the error."""
+
+    def load(step: int) -> Batch:
+        raise ZeroDivisionError(f"the page of step {step} is torn")
+
+    async with (
+        make_server(bind=bind, world_size=3, last_step=5, load=load) as server,
+        AsyncTrainerClient(server.address, rank=1, world_size=3) as trainer,
+    ):
+        server.keep(make_batch(6))
+        with capture_logs() as logs:
+            with pytest.raises(
+                TrainerLinkError, match="step 4 cannot be served to rank 1 of 3: the page of step 4"
+            ):
+                await trainer.get(4)
+            with pytest.raises(TrainerLinkError, match="8 sequences cannot be shared evenly by 3 ranks"):
+                await trainer.get(6)
+        assert [entry["event"] for entry in logs] == ["trainer.batch_failed"] * 2
+
+
+async def test_a_rank_that_asks_for_more_than_it_takes_is_told_to_wait() -> None:
+    """What waits for the encoder is bounded, and nothing is left unanswered."""
+    held = threading.Event()
+
+    def load(step: int) -> Batch:
+        held.wait(30)
+        return make_batch(step)
+
+    async with make_server(bind="tcp://127.0.0.1:*", world_size=1, last_step=50, load=load) as server:
+        context = zmq.Context()
+        socket = context.socket(zmq.DEALER)
+        socket.connect(server.address)
+        socket.send(encode(Join(PROTOCOL, 0, 1, "greedy")))
+        for step in range(1, 41):
+            socket.send(encode(Get(step, step)))
+        answers = [await asyncio.to_thread(socket.recv_multipart) for _ in range(33)]
+        held.set()
+        answers += [await asyncio.to_thread(socket.recv_multipart) for _ in range(8)]
+        kinds = Counter(type(decode_to_trainer(frames[0])) for frames in answers)
+        assert kinds == {Welcome: 1, Missing: 32, Served: 8}
+        socket.close(0)
+        context.term()
+
+
+async def test_a_token_lets_in_those_who_have_it(bind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Given or from the environment; others are told what is missing."""
+    async with make_server(bind=bind, world_size=1, token="secret") as server:
+        with pytest.raises(TrainerLinkError, match="presented no token"):
+            async with AsyncTrainerClient(server.address):
+                pytest.fail("joined without the token")
+        async with AsyncTrainerClient(server.address, token="secret"):
+            assert len(server.ranks) == 1
+        monkeypatch.setenv("ORCHESTRATOR_TRAINER_TOKEN", "secret")
+        async with AsyncTrainerClient(server.address):
+            assert len(server.ranks) == 1
+        with pytest.raises(TrainerLinkError, match="presented another token"):
+            async with AsyncTrainerClient(server.address, token="other"):
+                pytest.fail("joined with another token")
+
+
+async def test_a_socket_in_a_directory_of_its_own_is_private(tmp_path: Path) -> None:
+    """The service makes the directory for this user alone; one that is there is left as it is."""
+    private, shared = tmp_path / "private", tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o755)
+    for directory, mode in ((private, 0o700), (shared, 0o755)):
+        async with make_server(bind=f"ipc://{directory}/sock", world_size=1) as server:
+            server.offer(make_batch(1))
+            assert directory.stat().st_mode & 0o777 == mode
+            async with AsyncTrainerClient(f"ipc://{directory}/sock") as trainer:
+                assert (await anext(trainer)).step == 1
+    (tmp_path / "file").write_text("")
+    with pytest.raises(TrainerLinkError, match="cannot listen at ipc://"):
+        async with make_server(bind=f"ipc://{tmp_path}/file/sock", world_size=1):
+            pytest.fail("bound below a file")
+
+
+async def test_a_trainer_of_the_first_protocol_is_served_to_the_last_byte() -> None:
+    """Its recorded messages get the recorded batch."""
+    acked: list[tuple[int, int]] = []
+    async with make_server(
+        bind="tcp://127.0.0.1:*",
+        world_size=2,
+        last_step=2,
+        on_rank_ack=lambda step, rank: acked.append((step, rank)),
+    ) as server:
+        server.offer(recorded_batch())
+        context = zmq.Context()
+        socket = context.socket(zmq.DEALER)
+        socket.connect(server.address)
+        answers = []
+        for name in ("join", "next", "ack", "publish", "ping", "done"):
+            socket.send(bytes(read_recorded(name)[0]))
+            answers.append(await asyncio.to_thread(socket.recv_multipart))
+        socket.send(bytes(read_recorded("leave")[0]))
+        await until(lambda: server.ranks == [])
+        socket.close(0)
+        context.term()
+    heads = [decode_to_trainer(frames[0]) for frames in answers]
+    assert heads == [Welcome(1, "", 2, after=2, version=0), Served(1, 3), Ok(3), Ok(4), Pong(), Ok(6)]
+    assert answers[1][1:] == [bytes(frame) for frame in read_recorded("served_1")[1:]]
+    assert acked == [(3, 1)]

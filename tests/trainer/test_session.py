@@ -11,6 +11,7 @@ from orchestrator.trainer.protocol import (
     Ok,
     Ping,
     Pong,
+    Publish,
     Refused,
     Served,
     ToTrainer,
@@ -109,3 +110,28 @@ def test_a_rank_outside_of_the_world_is_a_mistake(rank: int, world_size: int) ->
     """Said before anything is sent."""
     with pytest.raises(ValueError, match="rank must be at least 0"):
         make_session(rank=rank, world_size=world_size)
+
+
+def test_the_token_goes_with_every_join() -> None:
+    """And without one the join is what it always was."""
+    with_token = decode_to_server(make_session(token="secret").hello())
+    without = decode_to_server(make_session().hello())
+    assert isinstance(with_token, Join)
+    assert isinstance(without, Join)
+    assert (with_token.token, without.token) == ("secret", "")
+
+
+def test_a_request_out_of_bounds_is_an_error_where_it_is_made() -> None:
+    """The service is not bothered, and nothing is asked again for ever."""
+    session = make_session()
+    hear(session, WELCOME)
+    with pytest.raises(ValueError, match="version"):
+        session.ask(Publish(1, -1))
+    hear(session, Unknown())
+    assert hear(session, WELCOME) == ([], None)
+
+
+def test_an_empty_message_is_an_error_that_says_so() -> None:
+    """As any other that cannot be understood."""
+    with pytest.raises(TrainerLinkError, match="cannot be understood"):
+        make_session().receive([])

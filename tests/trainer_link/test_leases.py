@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
+from orchestrator.errors import ConfigError
 from orchestrator.groups.group import Batch
 from orchestrator.trainer.protocol import (
     PROTOCOL,
@@ -28,6 +29,7 @@ from orchestrator.trainer.protocol import (
     Welcome,
     encode,
 )
+from orchestrator.trainer_link.encoding import check_shares
 from tests.support.journal_groups import make_batch
 from tests.support.trainer_links import make_leases
 
@@ -327,3 +329,175 @@ def test_a_publication_tells_which_step_was_trained_on() -> None:
     service.join(0)
     service.tell(b"peer0", Publish(1, 1000, "ckpt", step=7))
     assert service.events[-2:] == [("publish", 1000, "ckpt"), ("trained", 7)]
+
+
+def test_a_version_that_cannot_be_loaded_is_refused_with_the_reason() -> None:
+    """Nothing is recorded, and no step counts as trained on."""
+    checks: list[Callable[[str], None]] = []
+    service = Service(check_version=lambda version, path, decided: checks.append(decided), last_step=7)
+    service.join(0)
+    assert service.tell(b"peer0", Publish(1, 7, "ckpt", step=7)) is None
+    checks[0]("there are no weights at ckpt")
+    assert service.sent == [(b"peer0", Missing(1, "there are no weights at ckpt"))]
+    assert service.events == []
+    assert service.join(1) == Welcome(PROTOCOL, "r", 2, after=7, version=0)
+
+
+def test_a_rank_that_comes_back_while_its_version_is_checked_gets_the_answer() -> None:
+    """On the new connection, from the one check."""
+    checks: list[Callable[[str], None]] = []
+    service = Service(check_version=lambda version, path, decided: checks.append(decided), last_step=7)
+    service.join(0, "same", b"a")
+    service.tell(b"a", Publish(1, 7, "ckpt", step=7))
+    service.leases.lose(b"a")
+    service.join(0, "same", b"b")
+    service.tell(b"b", Publish(1, 7, "ckpt", step=7))
+    checks[0]("")
+    assert len(checks) == 1
+    assert service.sent == [(b"b", Ok(1))]
+    assert service.events == [("publish", 7, "ckpt"), ("trained", 7)]
+
+
+def test_a_version_counts_although_its_rank_is_gone_when_it_is_decided() -> None:
+    """The weights are there, whoever said so."""
+    checks: list[Callable[[str], None]] = []
+    service = Service(check_version=lambda version, path, decided: checks.append(decided))
+    service.join(0)
+    service.tell(b"peer0", Publish(1, 3, "ckpt"))
+    service.leases.lose(b"peer0")
+    checks[0]("")
+    assert service.events == [("publish", 3, "ckpt")]
+    service.join(0)
+    assert service.tell(b"peer0", Publish(1, 3, "ckpt")) == Ok(
+        1, "version 3 was published before; nothing changes"
+    )
+
+
+def test_a_version_that_appears_in_a_directory_is_checked_too() -> None:
+    """By the same rule."""
+    service = Service(check_version=lambda version, path, decided: decided("" if path == "good" else "bad"))
+    service.leases.publish(1, "spoiled")
+    service.leases.publish(2, "good")
+    assert service.events == [("publish", 2, "good")]
+
+
+def test_a_batch_that_a_rank_was_never_served_cannot_be_acknowledged_by_it() -> None:
+    """It would be gone without anybody having trained on it."""
+    service = Service()
+    service.join(0)
+    service.join(1)
+    service.leases.offer(make_batch(1))
+    service.get(1, 1)
+    refused = service.tell(b"peer0", Ack(1, 1))
+    assert isinstance(refused, Missing)
+    assert "rank 0 acknowledges step 1, which it was never served" in refused.reason
+    assert service.events == []
+    service.get(0, 1)
+    assert service.tell(b"peer0", Ack(2, 1)) == Ok(2)
+
+
+def test_a_batch_of_an_earlier_process_may_be_acknowledged_at_once() -> None:
+    """The rank may have it in hand while the service restarts."""
+    service = Service(world_size=1)
+    service.leases.restore(make_batch(1), ())
+    service.join(0)
+    assert service.tell(b"peer0", Ack(1, 1)) == Ok(1)
+
+
+@pytest.mark.parametrize("step", [0, 2, 10**6, 2**53])
+def test_a_step_that_was_never_formed_cannot_be_had(step: int) -> None:
+    """However far in the future it lies, also where older ones can be loaded."""
+    service = Service(can_load=True)
+    service.join(0)
+    service.leases.offer(make_batch(1))
+    assert isinstance(service.tell(b"peer0", Get(1, step)), Missing)
+    assert service.served == []
+
+
+def test_a_rank_that_stays_away_holds_its_leases_and_nothing_else_grows() -> None:
+    """What the others have acknowledged stays for it, and is not kept a second time."""
+    service = Service(keep=1)
+    service.join(0)
+    for step in (1, 2):
+        service.leases.offer(make_batch(step))
+        for request in range(50):
+            service.tell(b"peer0", Next(request, after=step - 1))
+            service.tell(b"peer0", Ack(request, step))
+    assert service.leases.leased == [1, 2]
+    assert service.events == [("rank_ack", 1, 0), ("rank_ack", 2, 0)]
+    service.join(1)
+    for step in (1, 2):
+        service.get(1, step)
+        service.tell(b"peer1", Ack(step, step))
+    assert service.leases.leased == []
+
+
+def test_a_trainer_of_the_first_protocol_is_let_in() -> None:
+    """What came later is optional; it is answered with its own number."""
+    service = Service()
+    assert service.tell(b"x", Join(1, 0, 2, "c")) == Welcome(1, "r", 2, after=0, version=0)
+
+
+@pytest.mark.parametrize(
+    ("token", "said"),
+    [("", "presented no token"), ("guess", "presented another token"), ("ü" * 9, "another")],
+)
+def test_who_does_not_present_the_token_is_refused_and_learns_nothing_else(token: str, said: str) -> None:
+    """Not even whether its world size would be right."""
+    service = Service(token="secret")
+    answer = service.tell(b"x", Join(PROTOCOL, 0, 99, "c", token=token))
+    assert isinstance(answer, Refused)
+    assert said in answer.reason
+    assert "secret" not in answer.reason
+    assert "world size" not in answer.reason
+    assert service.leases.ranks == []
+
+
+def test_who_presents_the_token_is_let_in() -> None:
+    """As where there is none."""
+    service = Service(token="secret")
+    assert isinstance(service.tell(b"x", Join(PROTOCOL, 0, 2, "c", token="secret")), Welcome)
+
+
+def test_a_connection_that_joins_as_another_rank_is_that_rank_alone() -> None:
+    """What it was before is free again for others."""
+    service = Service()
+    service.join(0, "a", b"one")
+    service.join(1, "a", b"one")
+    assert [rank.rank for rank in service.leases.ranks] == [1]
+    service.join(0, "b", b"two")
+    service.leases.lose(b"one")
+    assert [rank.rank for rank in service.leases.ranks] == [0]
+
+
+def test_a_message_of_several_frames_is_malformed() -> None:
+    """A trainer's message is one frame."""
+    service = Service()
+    service.leases.receive(b"x", [encode(Ping())] * 2)
+    assert service.leases.malformed == 1
+
+
+def test_a_stranger_cannot_fill_the_log() -> None:
+    """The first lines of a kind are written, then every thousandth."""
+    service = Service()
+    with capture_logs() as logs:
+        for _ in range(3000):
+            service.leases.receive(b"x", [b"\xc1"])
+            service.tell(b"x", Join(99, 0, 2, "c"))
+    for event in ("trainer.message_malformed", "trainer.refused"):
+        assert [entry["count"] for entry in logs if entry["event"] == event] == [
+            *range(1, 21),
+            1000,
+            2000,
+            3000,
+        ]
+
+
+def test_batches_that_the_ranks_cannot_share_are_refused() -> None:
+    """At the start, with the step, the numbers and the remedy; not by ranks that wait for ever."""
+    service = Service(world_size=3)
+    with pytest.raises(ConfigError, match=r"step 4 .* 8 sequences .* 3 ranks .* divides 8"):
+        service.leases.restore(make_batch(4), ())
+    with pytest.raises(ConfigError, match="step 5"):
+        check_shares([make_batch(5)], 3)
+    check_shares([make_batch(5)], 4)
