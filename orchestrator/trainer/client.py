@@ -43,7 +43,7 @@ TOKEN_VARIABLE = "ORCHESTRATOR_TRAINER_TOKEN"  # noqa: S105  the name of a varia
 
 
 class _Conversation:
-    """What a client does, whatever it does it with: every method is a generator that yields where it waits."""
+    """What both clients do: every method is a generator that yields where it has to wait."""
 
     def __init__(
         self,

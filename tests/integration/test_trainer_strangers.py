@@ -16,7 +16,7 @@ from orchestrator.trainer.protocol import MAX_REQUEST_BYTES, Ack, Join, Next, Pu
 from tests.support.journal_groups import make_batch
 from tests.support.trainer_links import make_server
 from tests.support.waiting import until
-from tests.support.zmtp_attacker import connection, message, strike
+from tests.support.zmtp_attacker import connection, message, pose_as_service, strike
 
 ROOT = Path(__file__).parents[2]
 
@@ -72,6 +72,46 @@ async def test_floods_of_pings_and_resets_do_not_end_the_process(tmp_path: Path)
         steps.append((await anext(trainer)).step)
         assert process.returncode is None
     assert steps == [1, 2, 3, 4, 5, 6]
+
+
+TRAINING = """
+import sys
+from orchestrator.trainer.channel import open_channel
+channel = open_channel(sys.argv[1])
+for line in sys.stdin:
+    print("busy", flush=True)
+    sys.stdin.readline()
+    while channel.receive() is not None:
+        pass
+    print("alive", flush=True)
+"""
+
+
+async def test_a_service_that_floods_and_resets_does_not_end_the_trainers_process() -> None:
+    """Also while the trainer is busy and reads nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-c",
+            TRAINING,
+            f"tcp://127.0.0.1:{listener.getsockname()[1]}",
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            cwd=ROOT,
+        )
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            for _ in range(5):
+                process.stdin.write(b"train\n")
+                assert await process.stdout.readline() == b"busy\n"
+                await asyncio.to_thread(pose_as_service, listener)
+                process.stdin.write(b"look\n")
+                assert await process.stdout.readline() == b"alive\n"
+        finally:
+            if process.returncode is None:
+                process.kill()
+            await process.communicate()
 
 
 async def test_messages_that_are_too_large_unfinished_or_never_come_disturb_nobody() -> None:

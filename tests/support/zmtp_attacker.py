@@ -43,6 +43,23 @@ def connection(port: int, *, handshake: bool = True) -> Iterator[socket.socket]:
         yield peer
 
 
+def pose_as_service(listener: socket.socket) -> None:
+    """Take the next connection of a trainer, flood it with messages and pings, and reset it."""
+    peer, _ = listener.accept()
+    with peer:
+        peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        peer.settimeout(10.0)
+        peer.sendall(GREETING + _frame(4, b"\x05READY" + _property(b"Socket-Type", b"ROUTER")))
+        received = 0
+        while received <= len(GREETING):
+            received += len(peer.recv(4096))
+        peer.settimeout(1.0)
+        try:
+            peer.sendall((message(b"\xc1") + PING) * 2000)
+        except OSError:
+            return
+
+
 def strike(port: int) -> None:
     """Flood with messages and pings that nobody asked for, never read an answer, and reset."""
     with connection(port) as peer:
