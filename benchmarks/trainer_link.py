@@ -8,6 +8,7 @@ import asyncio
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 
 import msgspec
 import numpy as np
@@ -17,7 +18,7 @@ from benchmarks.frame import Figure, median_and_spread
 from orchestrator.groups.group import Batch, Group
 from orchestrator.tasks.task import TrainTask
 from orchestrator.trainer import TrainerClient
-from orchestrator.trainer_link.server import BatchServer
+from orchestrator.trainer_link.server import PROBE_S, BatchServer
 
 SEQUENCES = 1024
 TOKENS = 2048
@@ -38,6 +39,33 @@ def make_batch(step: int) -> Batch:
     return Batch(step, step - 1, tuple(groups))
 
 
+def make_server(world_size: int, on_ack: Callable[[int], None]) -> BatchServer:
+    """The trainer link alone: nothing is recorded, so an answer waits for nothing."""
+
+    def ignore(*_: object) -> None:
+        return
+
+    return BatchServer(
+        bind="tcp://127.0.0.1:*",
+        world_size=world_size,
+        run="",
+        keep=1,
+        last_step=0,
+        version=0,
+        load=None,
+        check_version=lambda version, path, decided: decided(""),
+        on_ack=on_ack,
+        on_rank_ack=ignore,
+        on_publish=ignore,
+        on_trained=ignore,
+        on_done=ignore,
+        when_durable=lambda callback: callback(),
+        keys=None,
+        token=None,
+        probe_s=PROBE_S,
+    )
+
+
 def train(address: str, rank: int, world_size: int) -> None:
     """A trainer's process: print when each batch had arrived, whole, and the CPU that it took."""
     with TrainerClient(address, rank=rank, world_size=world_size) as trainer:
@@ -53,9 +81,7 @@ async def deliver(rounds: int, world_size: int) -> tuple[list[float], list[float
     """Seconds from offer to the last rank's arrays, and CPU seconds of all processes, per batch."""
     acknowledged = asyncio.Queue[int]()
     offered, cpu = list[float](), list[float]()
-    async with BatchServer(
-        bind="tcp://127.0.0.1:*", world_size=world_size, on_ack=acknowledged.put_nowait
-    ) as server:
+    async with make_server(world_size, acknowledged.put_nowait) as server:
         command = (sys.executable, "-m", "benchmarks.trainer_link", server.address)
         trainers = [
             await asyncio.create_subprocess_exec(*command, str(rank), str(world_size), stdout=subprocess.PIPE)

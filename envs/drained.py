@@ -40,15 +40,21 @@ class DrainedSocket:
         loop.add_reader(self._fd, self._drain)
         self._look_again()
 
-    def send(self, frames: Sequence[bytes]) -> None:
-        """Send without waiting; zmq.Again when the peer takes nothing more."""
+    def send(self, frames: Sequence[bytes | memoryview], *, copy: bool = True) -> None:
+        """Send without waiting; zmq.Again when the peer takes nothing more.
+
+        Without `copy`, large frames are sent from where they lie and must not be changed afterwards.
+        """
         send = self._socket.send
-        # What send_multipart does, without combining enum flags for every frame.
-        for frame in frames[:-1]:
-            send(frame, _NOBLOCK_MORE)
-        send(frames[-1], _NOBLOCK)
-        if not self._look_scheduled:
-            self._look_again()
+        try:
+            # What send_multipart does, without combining enum flags for every frame.
+            for frame in frames[:-1]:
+                send(frame, _NOBLOCK_MORE, copy=copy)
+            send(frames[-1], _NOBLOCK, copy=copy)
+        finally:
+            # Also when it failed: the attempt may have emptied the mailbox as well.
+            if not self._look_scheduled:
+                self._look_again()
 
     def close(self, *, linger_ms: int = 0) -> None:
         """Stop listening and close; what is queued to be sent has `linger_ms` to leave."""

@@ -248,7 +248,7 @@ class TrainerConfig(Section):
     transport: Literal["zmq", "filesystem"] = "zmq"
     """How batches reach the trainer."""
     bind: str = "tcp://127.0.0.1:5555"
-    """Where the trainer connects; port 0 picks a free one."""
+    """Where the trainer connects: tcp://host:port, port 0 picks a free one, or ipc:///path/socket."""
     directory: Path | None = None
     """Shared directory of the filesystem transport; <run_dir>/trainer when unset."""
     world_size: Positive = 1
@@ -261,6 +261,8 @@ class TrainerConfig(Section):
     """CURVE secret key of this side: a file, or "env:NAME"."""
     trainer_key_files: list[str] = []
     """CURVE public keys of the trainers that are let in: files, or "env:NAME"."""
+    token_env: str | None = None
+    """Name of the environment variable that holds a token which trainers must present."""
     insecure: bool = False
     """Allow a bind address off loopback without a key."""
 

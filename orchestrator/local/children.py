@@ -49,11 +49,17 @@ class LocalChildren:
         self._server = self._start("orchestrator.local.server", spec, "policy.log")
         return f"http://127.0.0.1:{port}/v1"
 
-    def start_trainer(self, *, address: str, learning_rate: float, world_size: int) -> None:
+    def start_trainer(
+        self, *, address: str, learning_rate: float, world_size: int, token: str | None
+    ) -> None:
         """Start the reference trainer."""
         checkpoints = str(self._run_dir / "checkpoints")
         spec = TrainerSpec(
-            address=address, checkpoints=checkpoints, learning_rate=learning_rate, world_size=world_size
+            address=address,
+            checkpoints=checkpoints,
+            learning_rate=learning_rate,
+            world_size=world_size,
+            token=token,
         )
         self._trainer = self._start("orchestrator.local.trainer", spec, "trainer.log")
 

@@ -36,6 +36,7 @@ class TrainerSpec(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     keep: int = 4
     rank: int = 0
     world_size: int = 1
+    token: str | None = None
 
 
 class Checkpoints:
@@ -96,7 +97,7 @@ def main() -> None:
     # Weights are saved whole or not at all, so that ending at any moment loses nothing.
     watch_parent(lambda: signal.raise_signal(signal.SIGTERM))
     configure_logging(process="trainer")
-    with TrainerClient(spec.address, rank=spec.rank, world_size=spec.world_size) as trainer:
+    with TrainerClient(spec.address, rank=spec.rank, world_size=spec.world_size, token=spec.token) as trainer:
         train(spec, trainer)
 
 

@@ -54,6 +54,7 @@ def verify(config: Config) -> None:
         lambda: build_eval_envs(config),
         lambda: read_variable("inference.api_key_env", config.inference.api_key_env),
         lambda: read_variable("http.token_env", config.http.token_env),
+        lambda: trainer_token(config),
     ]
     problems = []
     for build in parts:
@@ -319,6 +320,11 @@ def trainer_address(config: Config) -> str:
         return config.trainer.bind
     directory = config.trainer.directory or config.run_dir / "trainer"
     return f"file://{directory.resolve()}"
+
+
+def trainer_token(config: Config) -> str | None:
+    """What trainers must present, if anything."""
+    return read_variable("trainer.token_env", config.trainer.token_env)
 
 
 def trainer_keys(config: Config) -> ServerKeys | None:

@@ -40,8 +40,9 @@ from orchestrator.service.wiring import (
     join_shells,
     open_journal,
 )
+from orchestrator.trainer_link.encoding import check_shares
 from orchestrator.trainer_link.server import BatchServer
-from orchestrator.trainer_link.versions import VersionWatcher
+from orchestrator.trainer_link.versions import POLL_S, VersionWatcher
 from orchestrator.views.http import build_app, serve_http
 from orchestrator.views.metrics import render_metrics
 
@@ -179,7 +180,8 @@ class Service:
         directory = self.config.trainer.versions_dir
         if directory is not None:
             newest = self.run.parts.versions.published
-            await VersionWatcher(directory, on_version=self.server.publish, version=newest).run()
+            watcher = VersionWatcher(directory, on_version=self.server.publish, version=newest, poll_s=POLL_S)
+            await watcher.run()
 
     async def _watch_journal(self) -> None:
         raise await asyncio.shield(self.journal_failed)
@@ -200,6 +202,10 @@ async def start_service(config: Config, *, fresh: bool = False) -> AsyncIterator
         front = _Front(lag)
         http_address = await _serve_http(config, stack, front)
         recovered = journal.recover(world_size=config.trainer.world_size)
+        check_shares(
+            [batch for batch in recovered.batches if batch.step not in recovered.acknowledged],
+            config.trainer.world_size,
+        )
         weights = Weights(recovered.state)
         children = await stack.enter_async_context(LocalChildren(config.run_dir))
         pool = await stack.enter_async_context(
@@ -257,6 +263,7 @@ async def start_service(config: Config, *, fresh: bool = False) -> AsyncIterator
                 address=server.address,
                 learning_rate=config.local.learning_rate,
                 world_size=config.trainer.world_size,
+                token=blueprint.trainer_token(config),
             )
         _write_json(
             config.run_dir / "addresses.json",

@@ -16,7 +16,7 @@ from orchestrator.journal import Journal, Recovered
 from orchestrator.run.run import Run
 from orchestrator.service import blueprint
 from orchestrator.service.driver import Driver
-from orchestrator.trainer_link.server import BatchServer
+from orchestrator.trainer_link.server import PROBE_S, BatchServer
 
 log = structlog.get_logger()
 
@@ -90,7 +90,7 @@ class Offers:
             if batch.step in recovered.acknowledged:
                 self.server.keep(batch)
             else:
-                self.server.offer(batch, recovered.acks.get(batch.step, ()))
+                self.server.restore(batch, recovered.acks.get(batch.step, ()))
         if self._max_steps is not None and recovered.last_step >= self._max_steps:
             self.server.finish("max_steps reached")
 
@@ -110,6 +110,7 @@ def build_batch_server(
     return BatchServer(
         bind=blueprint.trainer_address(config),
         keys=blueprint.trainer_keys(config),
+        token=blueprint.trainer_token(config),
         world_size=world_size,
         run=journal.run_id,
         keep=config.trainer.keep_batches,
@@ -123,6 +124,7 @@ def build_batch_server(
         on_trained=lambda step: tell(run.on_trained, step),
         on_done=lambda: _end(driver, "the trainer said it is done"),
         when_durable=journal.when_durable,
+        probe_s=PROBE_S,
     )
 
 

@@ -1,7 +1,8 @@
-"""How a trainer's messages travel: one interface, ZMQ here, files in `filesystem_transport`.
+"""How a trainer's messages travel: one interface, ZMQ here, files in `filesystem`.
 
 A channel may lose what was sent when the service restarts or the network breaks; the session above it asks again.
-Received frames are writable memory that nobody else uses. A trainer imports this, so it needs pyzmq only.
+Received frames are writable memory that nobody else uses. A trainer imports this, so of other
+packages it needs pyzmq only.
 """
 
 import asyncio
@@ -11,6 +12,7 @@ import zmq
 
 from orchestrator.errors import TrainerLinkError
 from orchestrator.trainer.filesystem import SCHEME, FileChannel
+from orchestrator.trainer.protocol import MAX_FRAME_BYTES
 
 _LINGER_MS = 1000
 
@@ -51,9 +53,16 @@ class ZmqChannel:
                 self._socket.curve_secretkey = secret_key
             self._socket.setsockopt(zmq.LINGER, _LINGER_MS)
             self._socket.setsockopt(zmq.IPV6, "[" in address)
-            # A host that vanished without a word is noticed; a restarted one is looked for at most a second apart.
-            self._socket.setsockopt(zmq.HEARTBEAT_IVL, 5000)
-            self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 20000)
+            self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+            # A heartbeat on a connection whose input is stopped and which is then reset ends the process inside
+            # libzmq, and so does the peer's. Without heartbeats, and with an input that never stops, neither can.
+            # A host that vanished without a word is noticed by TCP: after 10 s, and four questions 5 s apart.
+            self._socket.setsockopt(zmq.RCVHWM, 0)
+            self._socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+            self._socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 10)
+            self._socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, 5)
+            self._socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, 4)
+            # A service that restarts is looked for at most a second apart.
             self._socket.setsockopt(zmq.RECONNECT_IVL, 100)
             self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
             self._socket.connect(address)

@@ -11,6 +11,7 @@ it, up to `timeout_s` of silence, and carries on. Needs pyzmq, msgspec and numpy
 """
 
 import asyncio
+import os
 import time
 from collections.abc import AsyncIterator, Generator, Iterator
 from types import TracebackType
@@ -38,9 +39,11 @@ T = TypeVar("T")
 Waiting = Generator[float, None, T]
 """What a client does, yielding how many seconds to wait for the next message whenever it has to."""
 
+TOKEN_VARIABLE = "ORCHESTRATOR_TRAINER_TOKEN"  # noqa: S105  the name of a variable, not a token
+
 
 class _Conversation:
-    """What a client does, whatever it does it with: every method is a generator that yields where it waits."""
+    """What both clients do: every method is a generator that yields where it has to wait."""
 
     def __init__(
         self,
@@ -52,6 +55,7 @@ class _Conversation:
         prefetch: bool = False,
         timeout_s: float = 600.0,
         ping_s: float = 2.0,
+        token: str | None = None,
         server_key: bytes | None = None,
         public_key: bytes | None = None,
         secret_key: bytes | None = None,
@@ -61,11 +65,14 @@ class _Conversation:
         `resume_after` is the last step in the trainer's checkpoint: iteration starts behind it, with batches that
         the service still keeps. By default it starts at the first batch that this rank has not acknowledged.
         `prefetch` asks for the next batch while the last one is trained on. `timeout_s` is how long the service
-        may be silent; a client that waits asks every `ping_s` whether it is there. The keys are CURVE keys (Z85); without a pair of its own a client makes one.
+        may be silent; a client that waits asks every `ping_s` whether it is there. `token` is for a service that asks
+        for one (`trainer.token_env`); when it is not given, the environment variable ORCHESTRATOR_TRAINER_TOKEN
+        is used, if it is set. The keys are CURVE keys (Z85); without a pair of its own a client makes one.
         """
         self.address = address
         self.finished: str | None = None
-        self._session = TrainerSession(rank=rank, world_size=world_size)
+        token = os.environ.get(TOKEN_VARIABLE, "") if token is None else token
+        self._session = TrainerSession(rank=rank, world_size=world_size, token=token)
         self._timeout_s = timeout_s
         self._ping_s = min(ping_s, timeout_s / 4)
         self._prefetch = prefetch
@@ -250,7 +257,10 @@ class TrainerClient(_Conversation):
         self._drive(self._ack(step))
 
     def publish(self, version: int, path: str | None = None) -> str:
-        """A version can be sampled from, at `path`. Repeating one or going back changes nothing; the return says so."""
+        """A version can be sampled from, at `path`; TrainerLinkError with the reason when it cannot be loaded.
+
+        Repeating a version or going back changes nothing; the return says so.
+        """
         return self._drive(self._publish(version, path))
 
     def done(self) -> None:
@@ -311,7 +321,10 @@ class AsyncTrainerClient(_Conversation):
         await self._drive(self._ack(step))
 
     async def publish(self, version: int, path: str | None = None) -> str:
-        """A version can be sampled from, at `path`. Repeating one or going back changes nothing; the return says so."""
+        """A version can be sampled from, at `path`; TrainerLinkError with the reason when it cannot be loaded.
+
+        Repeating a version or going back changes nothing; the return says so.
+        """
         return await self._drive(self._publish(version, path))
 
     async def done(self) -> None:

@@ -3,17 +3,48 @@
 A message is a list of frames: one msgpack header (a tagged map, `type` names it) and, for `served`, the frames of
 the batch behind it (see `batch`). Requests carry an id that the answer repeats; every request may be
 sent again, and an answer means that the service has recorded what it says. The trainer is a DEALER, the service a
-ROUTER; a connection starts with `join`, which carries the protocol's version.
+ROUTER; a connection starts with `join`, which carries the number of the protocol.
+
+Numbers, names and paths have bounds, which are checked when a message is read: whatever bytes come in, reading
+them gives a message within these bounds or ProtocolError, and nothing else.
 
 A trainer imports this, so it needs msgspec only and nothing else of the project.
 """
 
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
+from msgspec import Meta
 
-PROTOCOL = 1
-"""Raised whenever a message changes its meaning; both sides refuse another number."""
+PROTOCOLS = {
+    1: "join, next, get, ack, publish, done, ping, leave and their answers",
+    2: "join may carry a token; a publication may be answered by missing, when the version cannot be loaded",
+}
+"""What each number of the protocol added. The service understands every number in this table.
+
+A new number adds optional fields, with defaults that mean what their absence meant before, so trainers of an
+older number go on working. A change that old trainers would misunderstand takes their number out of the table; they
+are then refused when they join, with both numbers named.
+"""
+
+PROTOCOL = max(PROTOCOLS)
+"""What this side speaks."""
+
+MAX_REQUEST_BYTES = 64 * 1024
+"""The largest message of a trainer; what the bounds below allow takes less than half of it."""
+
+MAX_FRAME_BYTES = 4 * 1024**3
+"""The largest frame of the service's messages: the tokens of a billion-token share."""
+
+MAX_REASON_CHARACTERS = 300
+"""How much of what was wrong with a message is told or logged."""
+
+Number = Annotated[int, Meta(ge=0, le=2**53)]
+"""Ids, steps and versions; 2**53 is exact in every language and fits every database."""
+
+RankNumber = Annotated[int, Meta(ge=0, le=2**20)]
+Name = Annotated[str, Meta(max_length=1024)]
+WeightsPath = Annotated[str, Meta(max_length=4096, pattern=r"^[^\x00]*$")]
 
 
 class ProtocolError(ValueError):
@@ -21,50 +52,51 @@ class ProtocolError(ValueError):
 
 
 class Join(msgspec.Struct, tag="join", frozen=True):
-    """A rank's first message on a connection. `client` is new for every client object."""
+    """A rank's first message on a connection. `client` is new for every client object, `token` a shared secret."""
 
-    protocol: int
-    rank: int
-    world_size: int
-    client: str
-    host: str = ""
-    pid: int = 0
+    protocol: Number
+    rank: RankNumber
+    world_size: RankNumber
+    client: Name
+    host: Name = ""
+    pid: Number = 0
+    token: Name = ""
 
 
 class Next(msgspec.Struct, tag="next", frozen=True):
     """The batch of step `after` + 1, as soon as there is one."""
 
-    id: int
-    after: int
+    id: Number
+    after: Number
 
 
 class Get(msgspec.Struct, tag="get", frozen=True):
     """The batch of a step, if it is there now."""
 
-    id: int
-    step: int
+    id: Number
+    step: Number
 
 
 class Ack(msgspec.Struct, tag="ack", frozen=True):
     """This rank is done with a batch."""
 
-    id: int
-    step: int
+    id: Number
+    step: Number
 
 
 class Publish(msgspec.Struct, tag="publish", frozen=True):
     """A version of the policy can be sampled from; it comes from training up to `step`, where the rank knows."""
 
-    id: int
-    version: int
-    path: str | None = None
-    step: int = 0
+    id: Number
+    version: Number
+    path: WeightsPath | None = None
+    step: Number = 0
 
 
 class Done(msgspec.Struct, tag="done", frozen=True):
     """The trainer wants no more batches."""
 
-    id: int
+    id: Number
 
 
 class Ping(msgspec.Struct, tag="ping", frozen=True):
@@ -78,11 +110,11 @@ class Leave(msgspec.Struct, tag="leave", frozen=True):
 class Welcome(msgspec.Struct, tag="welcome", frozen=True):
     """The rank has joined. `after` is the last step before the first that it has not acknowledged."""
 
-    protocol: int
-    run: str
-    world_size: int
-    after: int
-    version: int
+    protocol: Number
+    run: Name
+    world_size: RankNumber
+    after: Number
+    version: Number
 
 
 class Refused(msgspec.Struct, tag="refused", frozen=True):
@@ -98,28 +130,28 @@ class Unknown(msgspec.Struct, tag="unknown", frozen=True):
 class Served(msgspec.Struct, tag="served", frozen=True):
     """The frames of a batch follow."""
 
-    id: int
-    step: int
+    id: Number
+    step: Number
 
 
 class Missing(msgspec.Struct, tag="missing", frozen=True):
     """What was asked for cannot be had; `reason` says why."""
 
-    id: int
+    id: Number
     reason: str
 
 
 class Finished(msgspec.Struct, tag="finished", frozen=True):
     """There will be no further batch."""
 
-    id: int
+    id: Number
     reason: str
 
 
 class Ok(msgspec.Struct, tag="ok", frozen=True):
     """It is done and recorded; `note` says what was odd about it."""
 
-    id: int
+    id: Number
     note: str = ""
 
 
@@ -132,9 +164,11 @@ ToTrainer = Welcome | Refused | Unknown | Served | Missing | Finished | Ok | Pon
 Request = Next | Get | Ack | Publish | Done
 Answer = Served | Missing | Finished | Ok
 
+T = TypeVar("T")
+
 _encoder = msgspec.msgpack.Encoder()
-_to_server = msgspec.msgpack.Decoder(ToServer)
-_to_trainer = msgspec.msgpack.Decoder(ToTrainer)
+_to_server: "msgspec.msgpack.Decoder[ToServer]" = msgspec.msgpack.Decoder(ToServer)
+_to_trainer: "msgspec.msgpack.Decoder[ToTrainer]" = msgspec.msgpack.Decoder(ToTrainer)
 
 
 def encode(message: ToServer | ToTrainer) -> bytes:
@@ -144,17 +178,23 @@ def encode(message: ToServer | ToTrainer) -> bytes:
 
 def decode_to_server(frame: Any) -> ToServer:
     """A trainer's message; raises ProtocolError."""
-    try:
-        message: ToServer = _to_server.decode(frame)
-    except msgspec.MsgspecError as error:
-        raise ProtocolError(str(error)) from error
-    return message
+    return _decode(_to_server, frame)
 
 
 def decode_to_trainer(frame: Any) -> ToTrainer:
     """The service's message; raises ProtocolError."""
+    return _decode(_to_trainer, frame)
+
+
+def _decode(decoder: "msgspec.msgpack.Decoder[T]", frame: Any) -> T:
     try:
-        message: ToTrainer = _to_trainer.decode(frame)
-    except msgspec.MsgspecError as error:
-        raise ProtocolError(str(error)) from error
-    return message
+        return decoder.decode(frame)
+    except Exception as error:
+        # Besides its own errors the decoder raises at least UnicodeDecodeError (text that is none) and RecursionError
+        # (lists in lists in lists). All of them say one thing: this is no message.
+        raise ProtocolError(_shorten(f"{error}" or type(error).__name__)) from error
+
+
+def _shorten(text: str) -> str:
+    """An error may quote the message, so it is as long as whoever sent that wants."""
+    return text if len(text) <= MAX_REASON_CHARACTERS else f"{text[:MAX_REASON_CHARACTERS]}…"

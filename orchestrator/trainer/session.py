@@ -29,6 +29,7 @@ from orchestrator.trainer.protocol import (
     Served,
     Unknown,
     Welcome,
+    decode_to_server,
     decode_to_trainer,
     encode,
 )
@@ -45,11 +46,12 @@ class Answered:
 class TrainerSession:
     """One rank's conversation over any number of connections."""
 
-    def __init__(self, *, rank: int, world_size: int) -> None:
+    def __init__(self, *, rank: int, world_size: int, token: str) -> None:
         if not 0 <= rank < world_size:
             raise ValueError(f"rank must be at least 0 and below the world size, got {rank} of {world_size}")
         self.rank = rank
         self.world_size = world_size
+        self._token = token
         self._client = uuid.uuid4().hex
         self._ids = 0
         self._asked: dict[int, bytes] = {}
@@ -59,9 +61,8 @@ class TrainerSession:
     def hello(self) -> bytes:
         """What a new connection starts with."""
         self._joined = False
-        return encode(
-            Join(PROTOCOL, self.rank, self.world_size, self._client, socket.gethostname(), os.getpid())
-        )
+        host, pid = socket.gethostname(), os.getpid()
+        return encode(Join(PROTOCOL, self.rank, self.world_size, self._client, host, pid, self._token))
 
     def goodbye(self) -> bytes:
         return encode(Leave())
@@ -71,8 +72,10 @@ class TrainerSession:
         return self._ids
 
     def ask(self, request: Request) -> list[bytes]:
-        """Remember a request until it is answered; what to send now."""
+        """Remember a request until it is answered; what to send now. ValueError when it is out of bounds."""
         frame = encode(request)
+        # The service would refuse the connection for it; the caller's own line is the better place to hear of it.
+        decode_to_server(frame)
         self._asked[request.id] = frame
         return [frame] if self._joined else []
 
@@ -87,7 +90,7 @@ class TrainerSession:
     def receive(self, frames: Sequence[Any]) -> tuple[list[bytes], Answered | None]:
         """Take a message in: what to send now, and the answer that it is, if it is one that is waited for."""
         try:
-            message = decode_to_trainer(frames[0])
+            message = decode_to_trainer(frames[0] if frames else b"")
         except ProtocolError as error:
             raise TrainerLinkError(
                 f"the orchestrator's message cannot be understood ({error}); do both sides have the same version?"

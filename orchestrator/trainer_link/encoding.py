@@ -4,17 +4,31 @@ The frames are a function of the step, the version, the groups, the rank and the
 asking again, over any transport and after any crash, gives the same bytes. Pure.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from orchestrator.errors import ConfigError
 from orchestrator.groups.group import Batch
 from orchestrator.trainer.batch import BatchHeader, GroupHeader
 from orchestrator.trainer_link.partition import partition
 
 _encoder = msgspec.msgpack.Encoder()
+
+
+def check_shares(batches: Iterable[Batch], world_size: int) -> None:
+    """Whether the ranks can share each batch equally; ConfigError names the first that they cannot."""
+    for batch in batches:
+        sequences = sum(group.size for group in batch.groups)
+        if sequences % world_size:
+            raise ConfigError(
+                f"the batch of step {batch.step} was formed with {sequences} sequences and not every rank has acknowledged "
+                f"it; {world_size} ranks cannot share it equally: set trainer.world_size to a number that divides "
+                f"{sequences}, or start over with --fresh or another run_dir"
+            )
 
 
 def encode_batch(batch: Batch, rank: int, world_size: int) -> list[bytes | memoryview]:

@@ -1,21 +1,27 @@
 """The service's side of the trainer link over a shared directory; the trainer's side and the files are
 `orchestrator.trainer.filesystem`. One thread looks for messages and writes answers, so that a slow disk holds up nothing.
+
+A file that is no message, or too large for one, counts as a malformed message; one that cannot even be read or removed is
+left where it is. Neither keeps the messages behind it from being read.
 """
 
 import asyncio
 import itertools
 import shutil
+import stat
 import threading
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from orchestrator.errors import TrainerLinkError
 from orchestrator.trainer.filesystem import POLL_S, directory_of, messages_in, read_message, write_message
+from orchestrator.trainer.protocol import MAX_REQUEST_BYTES
 
 
 class FileLink:
-    """The service's side: a thread that looks for messages and writes answers, so that a slow disk holds up nothing."""
+    """Delivers messages from the directory and writes answers into it, from `start` to `aclose`."""
 
     def __init__(self, address: str, *, on_error: Callable[[str], None], poll_s: float = POLL_S) -> None:
         self.address = address
@@ -82,11 +88,20 @@ class FileLink:
     def _read(self) -> None:
         for peer, path in messages_in(self._root / "inbox"):
             try:
-                frames = read_message(path)
-            except ValueError:
-                frames = []
-            path.unlink(missing_ok=True)
+                frames = self._frames_of(path)
+                path.unlink(missing_ok=True)
+            except (PermissionError, IsADirectoryError):
+                continue
             self._post(self._on_message, peer.encode(), frames)
+
+    def _frames_of(self, path: Path) -> list[memoryview]:
+        facts = path.lstat()
+        if not stat.S_ISREG(facts.st_mode) or facts.st_size > MAX_REQUEST_BYTES:
+            return []
+        try:
+            return read_message(path)
+        except ValueError:
+            return []
 
     def _post(self, function: Callable[..., None], *arguments: object) -> None:
         try:

@@ -1,15 +1,19 @@
 """Who gets which batch: leases, ranks and acknowledgements, without any I/O.
 
-Invariants: a batch is leased from `offer` until every rank has acknowledged it; a rank is served in step order and gets
-the same batch whenever it asks for the same step; a rank has one connection, the newest; an answer to an
-acknowledgement or a publication is given only after it is recorded. A transport feeds it messages with `receive`
-and carries out what it says through `send` and `serve`. Recovered batches are offered before the first
-message comes in, so that a step which a trainer has seen is never unknown.
+Invariants: a batch is leased from `offer` until every rank has acknowledged it, and a rank acknowledges only what it was
+served; a rank is served in step order and gets the same batch whenever it asks for the same step; a rank has one
+connection, the newest; an answer to an acknowledgement or a publication is given only after it is recorded. A
+transport feeds it messages with `receive`, which raises for nothing that a peer sends, and carries out what it says
+through `send` and `serve`. Recovered batches are restored before the first message comes in, so that a step which a
+trainer has seen is never unknown.
+
+A rank that stays away holds its leases, however long. They do not grow without bound, because dispatch forms a
+bounded number of batches ahead of what was trained on; nothing else is kept for a rank that is not connected.
 """
 
 from collections import OrderedDict
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import structlog
@@ -37,13 +41,16 @@ from orchestrator.trainer.protocol import (
     Welcome,
     decode_to_server,
 )
+from orchestrator.trainer_link.encoding import check_shares
+from orchestrator.trainer_link.publications import CheckVersion, Decision, Publications
 from orchestrator.trainer_link.ranks import Rank, Ranks
+from orchestrator.trainer_link.thinning import Thinned
 
 log = structlog.get_logger("trainer")
 
 
 class Transport(Protocol):
-    """What the desk needs done."""
+    """What `Leases` needs done."""
 
     def send(self, peer: bytes, message: ToTrainer) -> None:
         """Send a message, or drop it when the peer is gone."""
@@ -63,13 +70,13 @@ class RankStatus:
     last_acknowledged: int
 
 
-def ignore(*_: object) -> None:
-    """The default of every callback."""
+@dataclass(slots=True)
+class _Lease:
+    """A batch that not every rank has acknowledged; `served_to` are the ranks that may have it."""
 
-
-def at_once(callback: Callable[[], None]) -> None:
-    """The default where nothing needs to be durable."""
-    callback()
+    batch: Batch
+    served_to: set[int] = field(default_factory=set)
+    acknowledged_by: set[int] = field(default_factory=set)
 
 
 class Leases:
@@ -80,17 +87,20 @@ class Leases:
         transport: Transport,
         *,
         world_size: int,
-        run: str = "",
-        keep: int = 1,
-        last_step: int = 0,
-        version: int = 0,
-        can_load: bool = False,
-        on_ack: Callable[[int], None] = ignore,
-        on_rank_ack: Callable[[int, int], None] = ignore,
-        on_publish: Callable[[int, str | None], None] = ignore,
-        on_trained: Callable[[int], None] = ignore,
-        on_done: Callable[[], None] = ignore,
-        when_durable: Callable[[Callable[[], None]], None] = at_once,
+        run: str,
+        token: str | None,
+        keep: int,
+        last_step: int,
+        version: int,
+        can_load: bool,
+        check_version: CheckVersion,
+        on_ack: Callable[[int], None],
+        on_rank_ack: Callable[[int, int], None],
+        on_publish: Callable[[int, str | None], None],
+        on_trained: Callable[[int], None],
+        on_done: Callable[[], None],
+        on_told: Callable[[], None],
+        when_durable: Callable[[Callable[[], None]], None],
     ) -> None:
         self._transport = transport
         self._world_size = world_size
@@ -98,21 +108,20 @@ class Leases:
         self._keep = keep
         self._can_load = can_load
         self.last_step = last_step
-        self.version = version
-        self.done = False
-        self.finished: str | None = None
+        self._done = False
+        self._finished: str | None = None
         self._on_ack = on_ack
         self._on_rank_ack = on_rank_ack
-        self._on_publish = on_publish
         self._on_trained = on_trained
         self._on_done = on_done
+        self._on_told = on_told
         self._when_durable = when_durable
-        self._leased: dict[int, tuple[Batch, set[int]]] = {}
+        self._leased: dict[int, _Lease] = {}
         self._kept: OrderedDict[int, Batch] = OrderedDict()
-        self._ranks = Ranks(world_size, transport.send)
+        self._ranks = Ranks(world_size=world_size, token=token, send=transport.send)
+        self._publications = Publications(version=version, check=check_version, on_publish=on_publish)
         self._acknowledged: dict[int, int] = {}
-        self.malformed = 0
-        self.on_told: Callable[[], None] = ignore
+        self._malformed = Thinned()
 
     @property
     def leased(self) -> list[int]:
@@ -131,22 +140,33 @@ class Leases:
         ]
 
     @property
+    def peers(self) -> list[bytes]:
+        """The connections of the ranks."""
+        return [rank.peer for rank in self._ranks]
+
+    @property
+    def malformed(self) -> int:
+        """Messages that could not be understood."""
+        return self._malformed.count
+
+    @property
     def all_told(self) -> bool:
         """Whether every connected rank knows that the run is over."""
         return all(rank.told for rank in self._ranks)
 
-    def offer(self, batch: Batch, acked_by: Collection[int] = ()) -> None:
-        """Lease a durable batch; steps come in order. `acked_by` are ranks that need it no more."""
-        if self._leased and batch.step <= max(self._leased):
-            raise ValueError(f"batch {batch.step} offered after batch {max(self._leased)}")
-        self._leased[batch.step] = (batch, set(acked_by))
-        self.last_step = max(self.last_step, batch.step)
-        if len(acked_by) >= self._world_size:
-            self._complete(batch.step)
+    def offer(self, batch: Batch) -> None:
+        """Lease a durable batch; steps come in order."""
+        self._lease(_Lease(batch))
         for rank in self._ranks:
             if rank.waiting is not None:
                 request, rank.waiting = rank.waiting, None
-                self._transport.serve(rank.peer, request, batch.step, rank.number, batch)
+                self._serve_step(rank, request, batch.step)
+
+    def restore(self, batch: Batch, acked_by: Collection[int]) -> None:
+        """Lease a batch of an earlier process again; any rank may have it, and those of `acked_by` need it no more."""
+        self._lease(_Lease(batch, set(range(self._world_size)), set(acked_by)))
+        if len(acked_by) >= self._world_size:
+            self._complete(batch.step)
 
     def keep(self, batch: Batch) -> None:
         """Put back a batch that every rank had acknowledged before a restart."""
@@ -156,8 +176,8 @@ class Leases:
 
     def finish(self, reason: str) -> None:
         """There will be no further batch; ranks are told when they have had the last one."""
-        if self.finished is None:
-            self.finished = reason
+        if self._finished is None:
+            self._finished = reason
             for rank in self._ranks:
                 if rank.waiting is not None:
                     self._tell_finished(rank, rank.waiting)
@@ -165,10 +185,12 @@ class Leases:
     def receive(self, peer: bytes, frames: list[Any]) -> None:
         """Take a message in."""
         try:
-            message = decode_to_server(frames[0] if frames else b"")
+            if len(frames) != 1:
+                raise ProtocolError(f"a message has one frame, got {len(frames)}")
+            message = decode_to_server(frames[0])
         except ProtocolError as error:
-            self.malformed += 1
-            log.warning("trainer.message_malformed", error=str(error), count=self.malformed)
+            if self._malformed.is_worth_a_line():
+                log.warning("trainer.message_malformed", error=str(error), count=self._malformed.count)
             reason = (
                 f"the message cannot be understood ({error}); this orchestrator speaks protocol {PROTOCOL}"
             )
@@ -186,30 +208,21 @@ class Leases:
     def lose(self, peer: bytes) -> None:
         """The connection is gone."""
         self._ranks.lose(peer)
-        self.on_told()
+        self._on_told()
 
-    def publish(self, version: int, path: str | None, source: str) -> str:
-        """A version can be sampled from; returns what is odd about it, if anything is."""
-        if version > self.version:
-            self.version = version
-            log.info("trainer.version_published", version=version, path=path, source=source)
-            self._on_publish(version, path)
-            return ""
-        before = (
-            "was published before"
-            if version == self.version
-            else f"is older than the published {self.version}"
-        )
-        note = f"version {version} {before}; nothing changes"
-        log.info("trainer.versionignored", version=version, source=source, note=note)
-        return note
+    def publish(self, version: int, path: str | None) -> None:
+        """A version appeared in the directory that is watched."""
+        self._publications.publish(version, path, source="directory", then=lambda decision: None)
 
     def _join(self, peer: bytes, join: Join) -> None:
         rank = self._ranks.join(peer, join)
         if rank is not None:
-            unacknowledged = (step for step, (_, acked) in self._leased.items() if rank.number not in acked)
+            unacknowledged = (
+                step for step, lease in self._leased.items() if rank.number not in lease.acknowledged_by
+            )
             after = min(unacknowledged, default=self.last_step + 1) - 1
-            self._transport.send(peer, Welcome(PROTOCOL, self._run, self._world_size, after, self.version))
+            version = self._publications.version
+            self._transport.send(peer, Welcome(join.protocol, self._run, self._world_size, after, version))
 
     def _handle(self, rank: Rank, message: ToServer) -> None:
         match message:
@@ -220,13 +233,10 @@ class Leases:
             case Ack():
                 self._ack(rank, message)
             case Publish():
-                note = self.publish(message.version, message.path, source=f"rank {rank.number}")
-                if message.step:
-                    self._on_trained(message.step)
-                self._reply_when_durable(rank, Ok(message.id, note))
+                self._publish(rank, message)
             case Done():
-                if not self.done:
-                    self.done = True
+                if not self._done:
+                    self._done = True
                     log.info("trainer.done", rank=rank.number)
                     self._on_done()
                 self._reply_when_durable(rank, Ok(message.id))
@@ -234,7 +244,7 @@ class Leases:
                 self._transport.send(rank.peer, Pong())
             case Leave():
                 self._ranks.leave(rank)
-                self.on_told()
+                self._on_told()
 
     def _next(self, rank: Rank, message: Next) -> None:
         if message.after < self.last_step:
@@ -245,14 +255,16 @@ class Leases:
                 "does the trainer's checkpoint belong to another run?"
             )
             self._transport.send(rank.peer, Missing(message.id, reason))
-        elif self.finished is not None:
+        elif self._finished is not None:
             self._tell_finished(rank, message.id)
         else:
             rank.waiting = message.id
 
     def _serve_step(self, rank: Rank, request_id: int, step: int) -> None:
         lease = self._leased.get(step)
-        batch = lease[0] if lease else self._kept.get(step)
+        if lease is not None:
+            lease.served_to.add(rank.number)
+        batch = lease.batch if lease is not None else self._kept.get(step)
         if batch is not None or (self._can_load and 0 < step <= self.last_step):
             self._transport.serve(rank.peer, request_id, step, rank.number, batch)
         else:
@@ -275,18 +287,45 @@ class Leases:
             self._transport.send(rank.peer, Missing(message.id, self.explain_missing(step)))
             return
         lease = self._leased.get(step)
-        if lease is None or rank.number in lease[1]:
+        if lease is None or rank.number in lease.acknowledged_by:
             note = f"step {step} was acknowledged before"
+        elif rank.number not in lease.served_to:
+            reason = (
+                f"rank {rank.number} acknowledges step {step}, which it was never served; "
+                "does the trainer's checkpoint belong to another run?"
+            )
+            self._transport.send(rank.peer, Missing(message.id, reason))
+            return
         else:
-            lease[1].add(rank.number)
+            lease.acknowledged_by.add(rank.number)
             self._acknowledged[rank.number] = max(step, self._acknowledged.get(rank.number, 0))
             self._on_rank_ack(step, rank.number)
-            if len(lease[1]) >= self._world_size:
+            if len(lease.acknowledged_by) >= self._world_size:
                 self._complete(step)
         self._reply_when_durable(rank, Ok(message.id, note))
 
+    def _publish(self, rank: Rank, message: Publish) -> None:
+        def answer(decision: Decision) -> None:
+            if not decision.accepted:
+                self._transport.send(rank.peer, Missing(message.id, decision.note))
+                return
+            if message.step:
+                self._on_trained(message.step)
+            self._reply_when_durable(rank, Ok(message.id, decision.note))
+
+        source = f"rank {rank.number}"
+        self._publications.publish(message.version, message.path, source=source, then=answer)
+
+    def _lease(self, lease: _Lease) -> None:
+        step = lease.batch.step
+        if self._leased and step <= max(self._leased):
+            raise ValueError(f"batch {step} offered after batch {max(self._leased)}")
+        check_shares([lease.batch], self._world_size)
+        self._leased[step] = lease
+        self.last_step = max(self.last_step, step)
+
     def _complete(self, step: int) -> None:
-        batch, _ = self._leased.pop(step)
+        batch = self._leased.pop(step).batch
         self._kept[step] = batch
         self._trim()
         self._on_ack(step)
@@ -296,10 +335,10 @@ class Leases:
             self._kept.popitem(last=False)
 
     def _tell_finished(self, rank: Rank, request_id: int) -> None:
-        assert self.finished is not None
+        assert self._finished is not None
         rank.waiting, rank.told = None, True
-        self._transport.send(rank.peer, Finished(request_id, self.finished))
-        self.on_told()
+        self._transport.send(rank.peer, Finished(request_id, self._finished))
+        self._on_told()
 
     def _reply_when_durable(self, rank: Rank, message: Ok) -> None:
         self._when_durable(lambda: self._transport.send(rank.peer, message))

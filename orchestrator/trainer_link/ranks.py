@@ -1,16 +1,19 @@
 """The trainer's ranks: who is connected as which, and who may not.
 
-A rank has one connection, the newest. A process whose rank was taken over is told so and is not let in again, or two
-processes would take the rank from each other for ever. No I/O: what is to be sent goes through `send`.
+A rank has one connection, the newest, and a connection is one rank. A process whose rank was taken over is told so and
+is not let in again, or two processes would take the rank from each other for ever. Where the service has a token,
+who does not present it learns nothing else. No I/O: what is to be sent goes through `send`.
 """
 
+import hmac
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import structlog
 
-from orchestrator.trainer.protocol import PROTOCOL, Join, Refused, ToTrainer
+from orchestrator.trainer.protocol import PROTOCOL, PROTOCOLS, Join, Refused, ToTrainer
+from orchestrator.trainer_link.thinning import Thinned
 
 log = structlog.get_logger("trainer")
 
@@ -36,18 +39,19 @@ class Rank:
 class Ranks:
     """The ranks that are connected."""
 
-    def __init__(self, world_size: int, send: Callable[[bytes, ToTrainer], None]) -> None:
+    def __init__(
+        self, *, world_size: int, token: str | None, send: Callable[[bytes, ToTrainer], None]
+    ) -> None:
         self._world_size = world_size
+        self._token = token
         self._send = send
         self._ranks: dict[int, Rank] = {}
         self._peers: dict[bytes, Rank] = {}
         self._replaced: OrderedDict[str, None] = OrderedDict()
+        self._refused = Thinned()
 
     def __iter__(self) -> Iterator[Rank]:
         return iter(sorted(self._ranks.values(), key=lambda rank: rank.number))
-
-    def __len__(self) -> int:
-        return len(self._ranks)
 
     def by_peer(self, peer: bytes) -> Rank | None:
         """The rank of a connection; None for one that has not joined or was replaced."""
@@ -57,9 +61,14 @@ class Ranks:
         """Let a rank in, in place of an older process if need be; None when it was refused."""
         reason = self._refusal(join)
         if reason:
-            log.warning("trainer.refused", rank=join.rank, host=join.host, pid=join.pid, reason=reason)
+            if self._refused.is_worth_a_line():
+                facts = {"rank": join.rank, "host": join.host, "pid": join.pid, "reason": reason}
+                log.warning("trainer.refused", **facts, count=self._refused.count)
             self._send(peer, Refused(reason))
             return None
+        other = self._peers.get(peer)
+        if other is not None and other.number != join.rank:
+            self._remove(other)
         old = self._ranks.pop(join.rank, None)
         if old is not None:
             del self._peers[old.peer]
@@ -88,8 +97,17 @@ class Ranks:
         del self._peers[rank.peer], self._ranks[rank.number]
 
     def _refusal(self, join: Join) -> str:
-        if join.protocol != PROTOCOL:
-            return f"the trainer speaks protocol {join.protocol}, this orchestrator {PROTOCOL}; install one version on both sides"
+        if self._token is not None and not hmac.compare_digest(join.token.encode(), self._token.encode()):
+            what = "another token than" if join.token else "no token, but"
+            return (
+                f"the trainer presented {what} the orchestrator asks for (trainer.token_env); give the trainer the same "
+                "one, as token=... or in ORCHESTRATOR_TRAINER_TOKEN"
+            )
+        if join.protocol not in PROTOCOLS:
+            return (
+                f"the trainer speaks protocol {join.protocol}, this orchestrator {PROTOCOL} (it understands "
+                f"{min(PROTOCOLS)} to {PROTOCOL}); install one version on both sides"
+            )
         if join.world_size != self._world_size or not 0 <= join.rank < self._world_size:
             return (
                 f"the trainer joined as rank {join.rank} of world size {join.world_size}, the orchestrator is configured "

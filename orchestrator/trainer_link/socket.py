@@ -1,22 +1,26 @@
 """The service's ZMQ socket to the trainer's ranks.
 
-A ROUTER drained on its file descriptor; large frames are sent without a copy. A rank whose connection is gone is
-noticed by a probe that cannot be delivered, and reported once per peer that something could not be sent to.
+A ROUTER that whoever reaches the port may speak to; nothing that a peer sends or leaves out ends the process or stays
+in memory here. Large frames are sent without a copy. A rank whose connection is gone is noticed by a probe that
+cannot be delivered. Only ranks are probed: connections that have not joined are not remembered at all.
 """
 
 import asyncio
 import errno
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import zmq
 
 from envs.curve import Gatekeeper, ServerKeys, secure_server
+from envs.drained import DrainedSocket
 from orchestrator.errors import TrainerLinkError
-from orchestrator.trainer.protocol import Pong, encode
+from orchestrator.trainer.protocol import MAX_REQUEST_BYTES, Pong, encode
 
-_MESSAGES_PER_TURN = 64
 _LINGER_MS = 2000
+_HANDSHAKE_MS = 10_000
+_IPC = "ipc://"
 
 
 class BatchSocket:
@@ -26,91 +30,80 @@ class BatchSocket:
         self,
         bind: str,
         *,
+        peers: Callable[[], Iterable[bytes]],
         on_lost: Callable[[bytes], None],
         probe_s: float,
         keys: ServerKeys | None,
     ) -> None:
+        """`peers` are the connections to probe, `on_lost` hears of one that something could not be sent to."""
         self.address = bind
+        self._peers = peers
         self._on_lost = on_lost
         self._probe_s = probe_s
         self._keys = keys
         self._gatekeeper: Gatekeeper | None = None
-        self._draining = False
-        self._peers: set[bytes] = set()
 
     def start(self, loop: asyncio.AbstractEventLoop, on_message: Callable[[bytes, list[Any]], None]) -> None:
         """Bind and begin to deliver messages."""
         self._loop = loop
-        self._on_message = on_message
         self._context = zmq.Context()
-        self._socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
+        socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
         try:
-            self._configure()
-        except zmq.ZMQError as error:
-            self._socket.close(0)
-            self._end_context()
+            self._configure(socket)
+            socket.bind(self.address)
+        except (zmq.ZMQError, OSError) as error:
+            socket.close(0)
+            self._stop_gatekeeper()
+            self._context.term()
             raise TrainerLinkError(
                 f"the trainer link cannot listen at {self.address}: {error}; change trainer.bind or free the address"
             ) from error
-        self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        loop.add_reader(self._socket.fileno(), self._drain)
+        self.address = socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._socket = DrainedSocket(socket, lambda frames: on_message(frames[0], frames[1:]), loop=loop)
         self._timer = loop.call_later(self._probe_s, self._probe)
-        self._look_again()
 
     def send(self, peer: bytes, frames: list[bytes | memoryview]) -> None:
         """Send a message, or report the peer as lost."""
         try:
-            self._socket.send_multipart([peer, *frames], zmq.NOBLOCK, copy=False)
+            self._socket.send([peer, *frames], copy=False)
         except zmq.ZMQError as error:
             if error.errno not in (errno.EHOSTUNREACH, errno.EAGAIN):
                 raise
             # Gone, or a thousand messages behind. If it comes back it is unknown, joins and asks again.
-            self._peers.discard(peer)
             self._on_lost(peer)
-        self._look_again()
 
     async def aclose(self) -> None:
         """Close, after a moment for what is still to be sent."""
         self._timer.cancel()
-        self._loop.remove_reader(self._socket.fileno())
-        self._socket.close(_LINGER_MS)
-        await asyncio.to_thread(self._end_context)
+        self._socket.close(linger_ms=_LINGER_MS)
+        self._stop_gatekeeper()
+        await asyncio.to_thread(self._context.term)
 
-    def _end_context(self) -> None:
+    def _stop_gatekeeper(self) -> None:
         if self._gatekeeper is not None:
             self._gatekeeper.stop()
-        self._context.term()
 
-    def _configure(self) -> None:
+    def _configure(self, socket: zmq.Socket[bytes]) -> None:
         if self._keys is not None:
             self._gatekeeper = Gatekeeper(self._context, self._keys.clients)
-            secure_server(self._socket, self._keys)
-        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._socket.setsockopt(zmq.IPV6, "[" in self.address)
-        self._socket.setsockopt(zmq.HEARTBEAT_IVL, 5000)
-        self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 20000)
-        self._socket.bind(self.address)
-
-    def _drain(self) -> None:
-        """Read what has come; the descriptor is edge-triggered, so nothing may be left behind unseen."""
-        self._draining = False
-        if self._socket.closed:
-            return
-        for _ in range(_MESSAGES_PER_TURN):
-            try:
-                peer, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            self._peers.add(peer)
-            self._on_message(peer, frames)
-        self._look_again()
-
-    def _look_again(self) -> None:
-        if not self._draining and int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-            self._draining = True
-            self._loop.call_soon(self._drain)
+            secure_server(socket, self._keys)
+        if self.address.startswith(_IPC):
+            # Whoever may enter the directory may connect, so a new one is for this user alone.
+            Path(self.address.removeprefix(_IPC)).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        socket.setsockopt(zmq.IPV6, "[" in self.address)
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
+        socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
+        # libzmq ends the process when a heartbeat, its own or a peer's, meets a connection that was reset while its input
+        # was stopped. So it sends none, and its input never stops: messages are small, and are read as they come.
+        socket.setsockopt(zmq.RCVHWM, 0)
+        # A host that vanished without a word is noticed by TCP instead: after 10 s, and four questions 5 s apart.
+        socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+        socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 10)
+        socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, 5)
+        socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, 4)
 
     def _probe(self) -> None:
-        for peer in list(self._peers):
+        for peer in list(self._peers()):
             self.send(peer, [encode(Pong())])
         self._timer = self._loop.call_later(self._probe_s, self._probe)

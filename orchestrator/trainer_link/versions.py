@@ -15,6 +15,7 @@ import structlog
 log = structlog.get_logger("versions")
 
 MARKER = "STABLE"
+POLL_S = 1.0
 _NAME = re.compile(r"^step_(\d+)$")
 
 
@@ -40,8 +41,8 @@ class VersionWatcher:
         directory: Path,
         *,
         on_version: Callable[[int, str], object],
-        version: int = 0,
-        poll_s: float = 1.0,
+        version: int,
+        poll_s: float,
     ) -> None:
         self._directory = directory
         self._on_version = on_version

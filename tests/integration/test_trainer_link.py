@@ -3,7 +3,9 @@
 import asyncio
 import signal
 import sys
-from collections.abc import AsyncIterator
+import threading
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
@@ -13,12 +15,26 @@ from structlog.testing import capture_logs
 
 from envs.curve import ServerKeys, generate_pair
 from orchestrator.errors import TrainerLinkError
+from orchestrator.groups.group import Batch
 from orchestrator.journal import Journal
 from orchestrator.trainer import AsyncTrainerClient, TrainerClient
-from orchestrator.trainer_link.server import BatchServer
+from orchestrator.trainer.protocol import (
+    PROTOCOL,
+    Get,
+    Join,
+    Missing,
+    Ok,
+    Pong,
+    Served,
+    Welcome,
+    decode_to_trainer,
+    encode,
+)
 from tests.support.journal_groups import make_batch
+from tests.support.trainer_links import make_server
 from tests.support.trainer_victim import digest
 from tests.support.waiting import until
+from tests.trainer.recorded import read_recorded, recorded_batch
 
 ROOT = Path(__file__).parents[2]
 
@@ -73,7 +89,7 @@ async def test_two_ranks_train_on_every_step_in_order_until_the_run_is_over(bind
                 seen[rank].append((batch.step, len(batch)))
             ended[rank] = trainer.finished
 
-    async with BatchServer(bind=bind, world_size=2, on_ack=acked.append) as server:
+    async with make_server(bind=bind, world_size=2, on_ack=acked.append) as server:
         async with asyncio.TaskGroup() as ranks:
             for rank in (0, 1):
                 ranks.create_task(asyncio.to_thread(train, server.address, rank))
@@ -90,7 +106,7 @@ async def test_the_async_client_does_the_same(bind: str) -> None:
     """Iteration, acknowledgement by going on, publication."""
     versions: list[tuple[int, str | None]] = []
     acked: list[int] = []
-    async with BatchServer(
+    async with make_server(
         bind=bind, world_size=1, on_ack=acked.append, on_publish=lambda v, p: versions.append((v, p))
     ) as server:
         for step in (1, 2, 3):
@@ -109,7 +125,7 @@ async def test_the_async_client_does_the_same(bind: str) -> None:
 
 async def test_received_arrays_are_writable_and_the_batch_can_be_had_again_unchanged(bind: str) -> None:
     """Writing into a batch changes nobody else's."""
-    async with BatchServer(bind=bind, world_size=1) as server:
+    async with make_server(bind=bind, world_size=1) as server:
         server.offer(make_batch(1, groups=40))
         async with AsyncTrainerClient(server.address) as trainer:
             batch = await trainer.next_batch()
@@ -126,7 +142,7 @@ async def test_both_transports_give_the_same_bytes(tmp_path: Path) -> None:
     """The encoding does not depend on the way."""
     digests = set()
     for address in ("tcp://127.0.0.1:*", f"file://{tmp_path}/link"):
-        async with BatchServer(bind=address, world_size=2) as server:
+        async with make_server(bind=address, world_size=2) as server:
             server.offer(make_batch(4))
             async with AsyncTrainerClient(server.address, rank=1, world_size=2) as trainer:
                 batch = await trainer.next_batch()
@@ -138,7 +154,7 @@ async def test_both_transports_give_the_same_bytes(tmp_path: Path) -> None:
 async def test_a_batch_in_hand_is_acknowledged_by_leaving_well_and_only_so(bind: str) -> None:
     """`break` and leaving the block acknowledges; an exception does not."""
     acked: list[int] = []
-    async with BatchServer(bind=bind, world_size=1, on_ack=acked.append) as server:
+    async with make_server(bind=bind, world_size=1, on_ack=acked.append) as server:
         for step in (1, 2):
             server.offer(make_batch(step))
 
@@ -165,7 +181,7 @@ async def test_a_batch_in_hand_is_acknowledged_by_leaving_well_and_only_so(bind:
 
 async def test_a_trainer_killed_before_it_acknowledged_gets_the_same_batch_again(bind: str) -> None:
     """And one killed after gets the next one."""
-    async with BatchServer(bind=bind, world_size=1) as server:
+    async with make_server(bind=bind, world_size=1) as server:
         for step in (1, 2, 3):
             server.offer(make_batch(step))
         async with victim(server.address) as process:
@@ -188,7 +204,7 @@ async def test_a_trainer_killed_before_it_acknowledged_gets_the_same_batch_again
 
 async def test_a_rank_that_dies_is_noticed(tmp_path: Path) -> None:
     """The service says so and does not count it as connected."""
-    async with BatchServer(bind=f"ipc://{tmp_path}/s", world_size=1, probe_s=0.05) as server:
+    async with make_server(bind=f"ipc://{tmp_path}/s", world_size=1, probe_s=0.05) as server:
         async with victim(server.address) as process:
             assert await line(process) == ["joined"]
             assert [rank.pid for rank in server.ranks] == [process.pid]
@@ -200,7 +216,7 @@ async def test_a_rank_that_dies_is_noticed(tmp_path: Path) -> None:
 
 async def test_ctrl_c_interrupts_a_waiting_trainer(bind: str) -> None:
     """A synchronous wait for a batch ends with KeyboardInterrupt, and the rank leaves in good order."""
-    async with BatchServer(bind=bind, world_size=1) as server, victim(server.address) as process:
+    async with make_server(bind=bind, world_size=1) as server, victim(server.address) as process:
         assert await line(process) == ["joined"]
         await until(lambda: any(rank.waiting for rank in server.ranks))
         process.send_signal(signal.SIGINT)
@@ -218,11 +234,11 @@ async def test_a_waiting_trainer_survives_a_restart_of_the_service(bind: str) ->
             steps.extend(batch.step for batch in trainer)
 
     async with asyncio.TaskGroup() as group:
-        async with BatchServer(bind=bind, world_size=1, run="r", on_ack=acked.append) as first:
+        async with make_server(bind=bind, world_size=1, run="r", on_ack=acked.append) as first:
             first.offer(make_batch(1))
             group.create_task(asyncio.to_thread(train, first.address))
             await until(lambda: any(rank.waiting for rank in first.ranks))
-        second = BatchServer(bind=first.address, world_size=1, run="r", last_step=1, on_ack=acked.append)
+        second = make_server(bind=first.address, world_size=1, run="r", last_step=1, on_ack=acked.append)
         second.offer(make_batch(2))
         async with second:
             await until(lambda: acked == [1, 2])
@@ -236,21 +252,21 @@ async def test_what_was_said_while_the_service_was_away_arrives(bind: str) -> No
     versions: list[int] = []
     acked: list[int] = []
     async with AsyncExitStack() as stack:
-        async with BatchServer(bind=bind, world_size=1, run="r") as first:
+        async with make_server(bind=bind, world_size=1, run="r") as first:
             first.offer(make_batch(1))
             trainer = await stack.enter_async_context(AsyncTrainerClient(first.address, ping_s=0.05))
             assert await trainer.next_batch()
         async with asyncio.TaskGroup() as group:
             published = group.create_task(trainer.publish(1, "ckpt"))
             await asyncio.sleep(0)
-            second = BatchServer(
+            second = make_server(
                 bind=first.address,
                 world_size=1,
                 run="r",
                 on_ack=acked.append,
                 on_publish=lambda version, path: versions.append(version),
             )
-            second.offer(make_batch(1))
+            second.restore(make_batch(1), ())
             async with second:
                 assert await published == ""
                 await trainer.ack(1)
@@ -262,9 +278,9 @@ async def test_what_was_said_while_the_service_was_away_arrives(bind: str) -> No
 async def test_a_trainer_of_another_run_is_not_served(bind: str) -> None:
     """A fresh run at the same address is not taken for the old one."""
     async with AsyncExitStack() as stack:
-        async with BatchServer(bind=bind, world_size=1, run="old") as first:
+        async with make_server(bind=bind, world_size=1, run="old") as first:
             trainer = await stack.enter_async_context(AsyncTrainerClient(first.address, ping_s=0.05))
-        async with BatchServer(bind=first.address, world_size=1, run="new"):
+        async with make_server(bind=first.address, world_size=1, run="new"):
             with pytest.raises(TrainerLinkError, match="now serves run new, rank 0 trains on run old"):
                 await trainer.next_batch()
 
@@ -272,7 +288,7 @@ async def test_a_trainer_of_another_run_is_not_served(bind: str) -> None:
 async def test_the_newest_process_of_a_rank_wins_and_the_old_one_raises(bind: str) -> None:
     """The old one is told who took its place."""
     async with (
-        BatchServer(bind=bind, world_size=1) as server,
+        make_server(bind=bind, world_size=1) as server,
         AsyncTrainerClient(server.address, ping_s=0.05) as old,
         AsyncTrainerClient(server.address) as new,
     ):
@@ -284,7 +300,7 @@ async def test_the_newest_process_of_a_rank_wins_and_the_old_one_raises(bind: st
 
 async def test_a_wrong_world_size_is_refused_with_both_numbers(bind: str) -> None:
     """Before any batch is served."""
-    async with BatchServer(bind=bind, world_size=4) as server:
+    async with make_server(bind=bind, world_size=4) as server:
         with pytest.raises(TrainerLinkError, match=r"rank 0 of world size 2, .* world size 4"):
             async with AsyncTrainerClient(server.address, rank=0, world_size=2):
                 pytest.fail("joined")
@@ -308,7 +324,7 @@ async def test_silence_is_an_error_that_names_the_address(tmp_path: Path) -> Non
 async def test_a_late_rank_gets_what_the_others_have_had(bind: str) -> None:
     """A batch waits for all ranks, however late."""
     acked: list[int] = []
-    async with BatchServer(bind=bind, world_size=2, on_ack=acked.append) as server:
+    async with make_server(bind=bind, world_size=2, on_ack=acked.append) as server:
         for step in (1, 2):
             server.offer(make_batch(step))
         server.finish("max_steps")
@@ -322,7 +338,7 @@ async def test_a_late_rank_gets_what_the_others_have_had(bind: str) -> None:
 
 async def test_a_trainer_that_fell_back_to_its_checkpoint_goes_on_behind_it(bind: str) -> None:
     """`resume_after` asks again for kept batches; those that are gone are named."""
-    async with BatchServer(bind=bind, world_size=1, keep=2) as server:
+    async with make_server(bind=bind, world_size=1, keep=2) as server:
         for step in (1, 2, 3, 4):
             server.offer(make_batch(step))
         server.finish("max_steps")
@@ -339,7 +355,7 @@ async def test_prefetching_asks_ahead_and_changes_nothing_else(bind: str) -> Non
     """The next batch is on its way while the last one is trained on."""
     acked: list[int] = []
     async with (
-        BatchServer(bind=bind, world_size=1, on_ack=acked.append) as server,
+        make_server(bind=bind, world_size=1, on_ack=acked.append) as server,
         AsyncTrainerClient(server.address, prefetch=True) as trainer,
     ):
         server.offer(make_batch(1))
@@ -353,7 +369,7 @@ async def test_prefetching_asks_ahead_and_changes_nothing_else(bind: str) -> Non
 
 async def test_an_interrupted_wait_for_a_batch_goes_on_with_the_next_call(bind: str) -> None:
     """A cancelled `next_batch` loses nothing."""
-    async with BatchServer(bind=bind, world_size=1) as server, AsyncTrainerClient(server.address) as trainer:
+    async with make_server(bind=bind, world_size=1) as server, AsyncTrainerClient(server.address) as trainer:
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.05):
                 await trainer.next_batch()
@@ -364,7 +380,7 @@ async def test_an_interrupted_wait_for_a_batch_goes_on_with_the_next_call(bind: 
 async def test_done_reaches_the_service(bind: str) -> None:
     """The trainer may end the run."""
     said: list[str] = []
-    async with BatchServer(bind=bind, world_size=1, on_done=lambda: said.append("done")) as server:
+    async with make_server(bind=bind, world_size=1, on_done=lambda: said.append("done")) as server:
         async with AsyncTrainerClient(server.address) as trainer:
             await trainer.done()
         assert said == ["done"]
@@ -372,9 +388,9 @@ async def test_done_reaches_the_service(bind: str) -> None:
 
 async def test_an_address_in_use_is_an_error_that_names_it() -> None:
     """One line for the user, nothing left open."""
-    async with BatchServer(bind="tcp://127.0.0.1:*", world_size=1) as server:
+    async with make_server(bind="tcp://127.0.0.1:*", world_size=1) as server:
         with pytest.raises(TrainerLinkError, match=r"cannot listen at tcp://127.0.0.1:\d+"):
-            async with BatchServer(bind=server.address, world_size=1):
+            async with make_server(bind=server.address, world_size=1):
                 pytest.fail("bound twice")
 
 
@@ -382,7 +398,7 @@ async def test_only_trainers_with_a_known_key_are_let_in() -> None:
     """CURVE: the right pair joins, an unknown pair and no key at all hear nothing."""
     ours, theirs, strangers = generate_pair(), generate_pair(), generate_pair()
     keys = ServerKeys(ours, clients=(theirs.public,))
-    async with BatchServer(bind="tcp://127.0.0.1:*", world_size=1, keys=keys) as server:
+    async with make_server(bind="tcp://127.0.0.1:*", world_size=1, keys=keys) as server:
         server.offer(make_batch(1))
 
         def client(public: str, secret: str, timeout_s: float) -> AsyncTrainerClient:
@@ -406,7 +422,7 @@ async def test_only_trainers_with_a_known_key_are_let_in() -> None:
 
 async def test_nonsense_on_the_socket_does_not_disturb_the_service() -> None:
     """It is answered with a refusal; ranks are served as before."""
-    async with BatchServer(bind="tcp://127.0.0.1:*", world_size=1) as server:
+    async with make_server(bind="tcp://127.0.0.1:*", world_size=1) as server:
         server.offer(make_batch(1))
         context = zmq.Context()
         socket = context.socket(zmq.DEALER)
@@ -421,13 +437,13 @@ async def test_nonsense_on_the_socket_does_not_disturb_the_service() -> None:
 
 
 async def test_what_a_trainer_was_told_holds_after_a_crash(tmp_path: Path) -> None:
-    """With the journal behind the desk: an answered ack is on disk, and the batch is the same when served again."""
+    """With the journal behind it: an answered ack is on disk, and the batch is the same when served again."""
     address = f"ipc://{tmp_path}/s"
     async with Journal.open(tmp_path / "run") as journal:
         for step in (1, 2):
             for group in make_batch(step).groups:
                 journal.record_group(group)
-        server = BatchServer(
+        server = make_server(
             bind=address,
             world_size=1,
             run=journal.run_id,
@@ -455,10 +471,175 @@ async def test_what_a_trainer_was_told_holds_after_a_crash(tmp_path: Path) -> No
                 trainer._in_hand = None
     async with Journal.open(tmp_path / "run") as journal:
         again = journal.recover(world_size=1)
-        server = BatchServer(bind=address, world_size=1, run=journal.run_id, last_step=again.last_step)
+        server = make_server(bind=address, world_size=1, run=journal.run_id, last_step=again.last_step)
         for batch in again.batches:
             if batch.step not in again.acknowledged:
-                server.offer(batch, again.acks.get(batch.step, ()))
+                server.restore(batch, again.acks.get(batch.step, ()))
         assert server.leased == [2]
         async with server, AsyncTrainerClient(address) as trainer:
             assert digest(await anext(trainer)) == digest_of_second
+
+
+async def test_a_version_that_cannot_be_loaded_is_an_error_where_it_is_published(bind: str) -> None:
+    """With the reason; nothing is recorded, and the trainer may go on and publish another."""
+    published: list[tuple[int, str | None]] = []
+
+    def check(version: int, path: str | None, decided: Callable[[str], None]) -> None:
+        reason = "" if path == "good" else f"{path} holds no weights"
+        asyncio.get_running_loop().call_soon(decided, reason)
+
+    async with (
+        make_server(
+            bind=bind, world_size=1, check_version=check, on_publish=lambda v, p: published.append((v, p))
+        ) as server,
+        AsyncTrainerClient(server.address) as trainer,
+    ):
+        with pytest.raises(TrainerLinkError, match="spoiled holds no weights"):
+            await trainer.publish(1, "spoiled")
+        assert published == []
+        assert await trainer.publish(1, "good") == ""
+        assert published == [(1, "good")]
+
+
+async def test_a_rank_that_dies_while_its_version_is_checked_holds_up_nobody(tmp_path: Path) -> None:
+    """The decision is made without it; its next process is told that it was published before."""
+    checks: list[Callable[[str], None]] = []
+    published: list[int] = []
+    server = make_server(
+        bind=f"ipc://{tmp_path}/s",
+        world_size=1,
+        probe_s=0.05,
+        check_version=lambda version, path, decided: checks.append(decided),
+        on_publish=lambda version, path: published.append(version),
+    )
+    async with server:
+        async with AsyncTrainerClient(server.address) as first:
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.2):
+                    await first.publish(1, "ckpt")
+        await until(lambda: checks and server.ranks == [])
+        checks[0]("")
+        assert published == [1]
+        async with AsyncTrainerClient(server.address) as second:
+            assert "was published before" in await second.publish(1, "ckpt")
+        assert len(checks) == 1
+
+
+async def test_a_decision_after_the_end_is_not_recorded(bind: str) -> None:
+    """A check may take longer than the run."""
+    checks: list[Callable[[str], None]] = []
+    published: list[int] = []
+    async with make_server(
+        bind=bind,
+        world_size=1,
+        check_version=lambda version, path, decided: checks.append(decided),
+        on_publish=lambda version, path: published.append(version),
+    ) as server:
+        server.publish(1, "ckpt")
+    checks[0]("")
+    assert published == []
+
+
+async def test_a_batch_that_cannot_be_read_or_encoded_is_an_answer_with_the_reason(bind: str) -> None:
+    """The rank does not wait for ever, and the log has the error."""
+
+    def load(step: int) -> Batch:
+        raise ZeroDivisionError(f"the page of step {step} is torn")
+
+    async with (
+        make_server(bind=bind, world_size=3, last_step=5, load=load) as server,
+        AsyncTrainerClient(server.address, rank=1, world_size=3) as trainer,
+    ):
+        server.keep(make_batch(6))
+        with capture_logs() as logs:
+            with pytest.raises(
+                TrainerLinkError, match="step 4 cannot be served to rank 1 of 3: the page of step 4"
+            ):
+                await trainer.get(4)
+            with pytest.raises(TrainerLinkError, match="8 sequences cannot be shared evenly by 3 ranks"):
+                await trainer.get(6)
+        assert [entry["event"] for entry in logs] == ["trainer.batch_failed"] * 2
+
+
+async def test_a_rank_that_asks_for_more_than_it_takes_is_told_to_wait() -> None:
+    """What waits for the encoder is bounded, and nothing is left unanswered."""
+    held = threading.Event()
+
+    def load(step: int) -> Batch:
+        held.wait(30)
+        return make_batch(step)
+
+    async with make_server(bind="tcp://127.0.0.1:*", world_size=1, last_step=50, load=load) as server:
+        context = zmq.Context()
+        socket = context.socket(zmq.DEALER)
+        socket.connect(server.address)
+        socket.send(encode(Join(PROTOCOL, 0, 1, "greedy")))
+        for step in range(1, 41):
+            socket.send(encode(Get(step, step)))
+        answers = [await asyncio.to_thread(socket.recv_multipart) for _ in range(33)]
+        held.set()
+        answers += [await asyncio.to_thread(socket.recv_multipart) for _ in range(8)]
+        kinds = Counter(type(decode_to_trainer(frames[0])) for frames in answers)
+        assert kinds == {Welcome: 1, Missing: 32, Served: 8}
+        socket.close(0)
+        context.term()
+
+
+async def test_a_token_lets_in_those_who_have_it(bind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Given or from the environment; others are told what is missing."""
+    async with make_server(bind=bind, world_size=1, token="secret") as server:
+        with pytest.raises(TrainerLinkError, match="presented no token"):
+            async with AsyncTrainerClient(server.address):
+                pytest.fail("joined without the token")
+        async with AsyncTrainerClient(server.address, token="secret"):
+            assert len(server.ranks) == 1
+        monkeypatch.setenv("ORCHESTRATOR_TRAINER_TOKEN", "secret")
+        async with AsyncTrainerClient(server.address):
+            assert len(server.ranks) == 1
+        with pytest.raises(TrainerLinkError, match="presented another token"):
+            async with AsyncTrainerClient(server.address, token="other"):
+                pytest.fail("joined with another token")
+
+
+async def test_a_socket_in_a_directory_of_its_own_is_private(tmp_path: Path) -> None:
+    """The service makes the directory for this user alone; one that is there is left as it is."""
+    private, shared = tmp_path / "private", tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o755)
+    for directory, mode in ((private, 0o700), (shared, 0o755)):
+        async with make_server(bind=f"ipc://{directory}/sock", world_size=1) as server:
+            server.offer(make_batch(1))
+            assert directory.stat().st_mode & 0o777 == mode
+            async with AsyncTrainerClient(f"ipc://{directory}/sock") as trainer:
+                assert (await anext(trainer)).step == 1
+    (tmp_path / "file").write_text("")
+    with pytest.raises(TrainerLinkError, match="cannot listen at ipc://"):
+        async with make_server(bind=f"ipc://{tmp_path}/file/sock", world_size=1):
+            pytest.fail("bound below a file")
+
+
+async def test_a_trainer_of_the_first_protocol_is_served_to_the_last_byte() -> None:
+    """Its recorded messages get the recorded batch."""
+    acked: list[tuple[int, int]] = []
+    async with make_server(
+        bind="tcp://127.0.0.1:*",
+        world_size=2,
+        last_step=2,
+        on_rank_ack=lambda step, rank: acked.append((step, rank)),
+    ) as server:
+        server.offer(recorded_batch())
+        context = zmq.Context()
+        socket = context.socket(zmq.DEALER)
+        socket.connect(server.address)
+        answers = []
+        for name in ("join", "next", "ack", "publish", "ping", "done"):
+            socket.send(bytes(read_recorded(name)[0]))
+            answers.append(await asyncio.to_thread(socket.recv_multipart))
+        socket.send(bytes(read_recorded("leave")[0]))
+        await until(lambda: server.ranks == [])
+        socket.close(0)
+        context.term()
+    heads = [decode_to_trainer(frames[0]) for frames in answers]
+    assert heads == [Welcome(1, "", 2, after=2, version=0), Served(1, 3), Ok(3), Ok(4), Pong(), Ok(6)]
+    assert answers[1][1:] == [bytes(frame) for frame in read_recorded("served_1")[1:]]
+    assert acked == [(3, 1)]

@@ -19,7 +19,7 @@ from orchestrator.tasks.task import TrainTask
 from orchestrator.trainer import TrainerClient, TrainingBatch
 from orchestrator.trainer.batch import decode_batch
 from orchestrator.trainer_link.encoding import encode_batch
-from orchestrator.trainer_link.server import BatchServer
+from tests.support.trainer_links import make_server
 
 
 def make_batch(step: int) -> Batch:
@@ -120,7 +120,7 @@ async def test_the_trainer_process_learns_from_a_real_service_and_ends_with_it(t
     """As a child process it takes batches off the wire, publishes each version, and exits 0 when there are no more."""
     published: list[int] = []
     acked: list[int] = []
-    server = BatchServer(
+    server = make_server(
         bind="tcp://127.0.0.1:0",
         world_size=1,
         on_publish=lambda version, path: published.append(version),

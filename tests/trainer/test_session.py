@@ -11,6 +11,7 @@ from orchestrator.trainer.protocol import (
     Ok,
     Ping,
     Pong,
+    Publish,
     Refused,
     Served,
     ToTrainer,
@@ -24,6 +25,10 @@ from orchestrator.trainer.session import Answered, TrainerSession
 WELCOME = Welcome(PROTOCOL, run="r", world_size=2, after=0, version=0)
 
 
+def make_session(rank: int = 0, world_size: int = 2, token: str = "") -> TrainerSession:
+    return TrainerSession(rank=rank, world_size=world_size, token=token)
+
+
 def hear(session: TrainerSession, message: ToTrainer, *frames: bytes) -> tuple[list[object], Answered | None]:
     """What the session sends and yields when a message comes."""
     out, reply = session.receive([encode(message), *frames])
@@ -32,7 +37,7 @@ def hear(session: TrainerSession, message: ToTrainer, *frames: bytes) -> tuple[l
 
 def test_a_request_waits_for_the_welcome() -> None:
     """Nothing is asked on a connection that has not joined."""
-    session = TrainerSession(rank=1, world_size=2)
+    session = make_session(rank=1, world_size=2)
     joined = decode_to_server(session.hello())
     assert isinstance(joined, Join)
     assert (joined.protocol, joined.rank, joined.world_size) == (PROTOCOL, 1, 2)
@@ -43,7 +48,7 @@ def test_a_request_waits_for_the_welcome() -> None:
 
 def test_everything_unanswered_is_asked_again_after_a_restart_of_the_service() -> None:
     """What was answered is not."""
-    session = TrainerSession(rank=0, world_size=2)
+    session = make_session(rank=0, world_size=2)
     hear(session, WELCOME)
     session.ask(Ack(1, 1))
     session.ask(Next(2, after=1))
@@ -55,7 +60,7 @@ def test_everything_unanswered_is_asked_again_after_a_restart_of_the_service() -
 
 def test_joins_that_piled_up_do_not_make_it_ask_more_than_once() -> None:
     """A batch is large: one answer to several joins is enough."""
-    session = TrainerSession(rank=0, world_size=2)
+    session = make_session(rank=0, world_size=2)
     session.ask(Next(1, after=0))
     session.hello()
     session.hello()
@@ -67,7 +72,7 @@ def test_joins_that_piled_up_do_not_make_it_ask_more_than_once() -> None:
 
 def test_an_answer_counts_once() -> None:
     """A second answer to the same request, and one to a forgotten request, are dropped."""
-    session = TrainerSession(rank=0, world_size=2)
+    session = make_session(rank=0, world_size=2)
     hear(session, WELCOME)
     session.ask(Next(1, after=0))
     session.ask(Next(2, after=1))
@@ -81,7 +86,7 @@ def test_an_answer_counts_once() -> None:
 
 def test_silence_is_answered_by_a_ping_or_another_join() -> None:
     """Depending on whether the service knows the connection."""
-    session = TrainerSession(rank=0, world_size=2)
+    session = make_session(rank=0, world_size=2)
     assert isinstance(decode_to_server(session.silence()), Join)
     hear(session, WELCOME)
     assert decode_to_server(session.silence()) == Ping()
@@ -90,7 +95,7 @@ def test_silence_is_answered_by_a_ping_or_another_join() -> None:
 
 def test_what_can_only_be_wrong_is_an_error() -> None:
     """A refusal, another run, another language."""
-    session = TrainerSession(rank=0, world_size=2)
+    session = make_session(rank=0, world_size=2)
     hear(session, WELCOME)
     with pytest.raises(TrainerLinkError, match="rank 0 was refused: no"):
         hear(session, Refused("no"))
@@ -104,4 +109,29 @@ def test_what_can_only_be_wrong_is_an_error() -> None:
 def test_a_rank_outside_of_the_world_is_a_mistake(rank: int, world_size: int) -> None:
     """Said before anything is sent."""
     with pytest.raises(ValueError, match="rank must be at least 0"):
-        TrainerSession(rank=rank, world_size=world_size)
+        make_session(rank=rank, world_size=world_size)
+
+
+def test_the_token_goes_with_every_join() -> None:
+    """And without one the join is what it always was."""
+    with_token = decode_to_server(make_session(token="secret").hello())
+    without = decode_to_server(make_session().hello())
+    assert isinstance(with_token, Join)
+    assert isinstance(without, Join)
+    assert (with_token.token, without.token) == ("secret", "")
+
+
+def test_a_request_out_of_bounds_is_an_error_where_it_is_made() -> None:
+    """The service is not bothered, and nothing is asked again for ever."""
+    session = make_session()
+    hear(session, WELCOME)
+    with pytest.raises(ValueError, match="version"):
+        session.ask(Publish(1, -1))
+    hear(session, Unknown())
+    assert hear(session, WELCOME) == ([], None)
+
+
+def test_an_empty_message_is_an_error_that_says_so() -> None:
+    """As any other that cannot be understood."""
+    with pytest.raises(TrainerLinkError, match="cannot be understood"):
+        make_session().receive([])

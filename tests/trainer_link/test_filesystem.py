@@ -16,6 +16,7 @@ from orchestrator.trainer.filesystem import (
     read_message,
     write_message,
 )
+from orchestrator.trainer.protocol import MAX_REQUEST_BYTES
 from orchestrator.trainer_link.files import FileLink
 from tests.support.waiting import until
 
@@ -147,7 +148,7 @@ async def test_a_service_that_starts_forgets_what_was_said_to_the_one_before(tmp
 
 
 async def test_a_file_that_is_no_message_is_handed_on_as_nothing_and_removed(tmp_path: Path) -> None:
-    """The desk counts it as malformed."""
+    """`Leases` counts it as malformed."""
     async with Service(tmp_path) as service:
         (tmp_path / "inbox" / f"{PEER}.{0:012d}.msg").write_bytes(b"nonsense")
         assert await service.inbox.get() == (PEER.encode(), [])
@@ -171,3 +172,19 @@ async def test_a_directory_that_cannot_be_made_is_an_error_with_its_name(tmp_pat
     (tmp_path / "file").write_text("")
     with pytest.raises(TrainerLinkError, match="file/link"):
         Service(tmp_path / "file" / "link").link.start(asyncio.get_running_loop(), lambda peer, frames: None)
+
+
+async def test_files_that_cannot_be_a_message_do_not_hold_up_those_behind_them(tmp_path: Path) -> None:
+    """Too large, a link, a directory: what can be removed is, and the next message is read."""
+    async with Service(tmp_path) as service:
+        inbox = tmp_path / "inbox"
+        (inbox / f"{PEER}.{0:012d}.msg").mkdir()
+        (tmp_path / "elsewhere").write_bytes(b"")
+        (inbox / f"{PEER}.{1:012d}.msg").symlink_to(tmp_path / "elsewhere")
+        (tmp_path / "large").write_bytes(bytes(MAX_REQUEST_BYTES + 1))
+        (tmp_path / "large").rename(inbox / f"{PEER}.{2:012d}.msg")
+        write_message(inbox, tmp_path / "tmp", f"{PEER}.{3:012d}.msg", [b"real"])
+        got = [await service.inbox.get() for _ in range(3)]
+        assert [frames for _, frames in got] == [[], [], [b"real"]]
+        assert service.errors == []
+        assert (tmp_path / "elsewhere").exists()

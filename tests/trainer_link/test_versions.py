@@ -29,7 +29,7 @@ async def test_each_new_version_is_reported_once_and_older_ones_never(tmp_path: 
     """What a newer one overtook is skipped."""
     reported: list[tuple[int, str]] = []
     watcher = VersionWatcher(
-        tmp_path, on_version=lambda version, path: reported.append((version, path)), version=3
+        tmp_path, on_version=lambda version, path: reported.append((version, path)), version=3, poll_s=1.0
     )
     make_version(tmp_path, 3)
     await watcher.look()
@@ -46,7 +46,9 @@ async def test_each_new_version_is_reported_once_and_older_ones_never(tmp_path: 
 async def test_it_looks_until_cancelled(tmp_path: Path) -> None:
     """A directory that comes later is found."""
     found = asyncio.Event()
-    watcher = VersionWatcher(tmp_path / "later", on_version=lambda version, path: found.set(), poll_s=0.01)
+    watcher = VersionWatcher(
+        tmp_path / "later", on_version=lambda version, path: found.set(), version=0, poll_s=0.01
+    )
     looking = asyncio.create_task(watcher.run())
     make_version(tmp_path / "later", 1)
     await found.wait()
@@ -59,7 +61,12 @@ async def test_a_directory_that_cannot_be_read_is_said_once(tmp_path: Path) -> N
     """A shared disk that is away for a while does not end the run."""
     (tmp_path / "versions").write_text("a file")
     reported: list[int] = []
-    watcher = VersionWatcher(tmp_path / "versions", on_version=lambda version, path: reported.append(version))
+    watcher = VersionWatcher(
+        tmp_path / "versions",
+        on_version=lambda version, path: reported.append(version),
+        version=0,
+        poll_s=1.0,
+    )
     with capture_logs() as logs:
         await watcher.look()
         await watcher.look()

@@ -1,0 +1,91 @@
+"""Versions of the policy that the trainer publishes: each is checked once, and counts only when it can be loaded.
+
+Invariants: versions only grow; a version that is refused leaves no trace but a line in the log; everybody who asked for
+a version while it was checked gets the one decision. A rank that asks again, as it does after a reconnect, takes
+the place of its earlier request. No I/O: `check` looks at the weights, here or elsewhere, now or later.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import structlog
+
+log = structlog.get_logger("trainer")
+
+CheckVersion = Callable[[int, str | None, Callable[[str], None]], None]
+"""Called with a version, its path and `decided`, which takes the reason why it cannot be loaded, "" when it can."""
+
+_MAX_PENDING = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What became of a publication; `note` says why it was refused, or what is odd about it."""
+
+    accepted: bool
+    note: str = ""
+
+
+class Publications:
+    """Knows the newest version and those that are being checked."""
+
+    def __init__(
+        self, *, version: int, check: CheckVersion, on_publish: Callable[[int, str | None], None]
+    ) -> None:
+        self.version = version
+        self._check = check
+        self._on_publish = on_publish
+        self._pending: dict[tuple[int, str | None], dict[str, Callable[[Decision], None]]] = {}
+
+    def publish(
+        self, version: int, path: str | None, *, source: str, then: Callable[[Decision], None]
+    ) -> None:
+        """A version can be sampled from, `source` says; `then` is called once, now or when it is decided."""
+        if version <= self.version:
+            then(Decision(accepted=True, note=self._ignored(version, source)))
+            return
+        key = version, path
+        if key in self._pending:
+            self._pending[key][source] = then
+            return
+        if len(self._pending) >= _MAX_PENDING:
+            note = f"{_MAX_PENDING} versions are being checked already; publish version {version} again later"
+            then(Decision(accepted=False, note=note))
+            return
+        waiting = self._pending[key] = {source: then}
+
+        def decided(reason: str) -> None:
+            # A decision counts once, also when the same version was published and is checked again meanwhile.
+            if self._pending.get(key) is waiting:
+                del self._pending[key]
+                decision = self._decide(version, path, reason, source=source)
+                for answer in waiting.values():
+                    answer(decision)
+
+        try:
+            self._check(version, path, decided)
+        except Exception as error:
+            log.exception("trainer.version_check_failed", version=version, path=path)
+            decided(f"version {version} could not be checked: {error}")
+
+    def _decide(self, version: int, path: str | None, reason: str, *, source: str) -> Decision:
+        if reason:
+            log.warning("trainer.version_refused", version=version, path=path, source=source, reason=reason)
+            return Decision(accepted=False, note=reason)
+        if version <= self.version:
+            # A newer one was decided first.
+            return Decision(accepted=True, note=self._ignored(version, source))
+        self.version = version
+        log.info("trainer.version_published", version=version, path=path, source=source)
+        self._on_publish(version, path)
+        return Decision(accepted=True)
+
+    def _ignored(self, version: int, source: str) -> str:
+        before = (
+            "was published before"
+            if version == self.version
+            else f"is older than the published {self.version}"
+        )
+        note = f"version {version} {before}; nothing changes"
+        log.info("trainer.version_ignored", version=version, source=source, note=note)
+        return note

@@ -1,0 +1,47 @@
+"""The service's end of the trainer link for tests: what a test does not name does nothing, and at once."""
+
+from collections.abc import Callable
+from typing import Any
+
+from orchestrator.trainer_link.leases import Leases, Transport
+from orchestrator.trainer_link.server import BatchServer
+
+
+def ignore(*_: object) -> None:
+    """A callback that nobody looks at."""
+
+
+def at_once(callback: Callable[[], None]) -> None:
+    """Everything is durable as soon as it is said."""
+    callback()
+
+
+def accept(version: int, path: str | None, decided: Callable[[str], None]) -> None:
+    """Every version can be loaded."""
+    decided("")
+
+
+_COMMON: dict[str, Any] = {
+    "run": "",
+    "token": None,
+    "keep": 1,
+    "last_step": 0,
+    "version": 0,
+    "check_version": accept,
+    "on_ack": ignore,
+    "on_rank_ack": ignore,
+    "on_publish": ignore,
+    "on_trained": ignore,
+    "on_done": ignore,
+    "when_durable": at_once,
+}
+
+
+def make_leases(transport: Transport, **options: Any) -> Leases:
+    """Leases without a service behind them."""
+    return Leases(transport, **{**_COMMON, "can_load": False, "on_told": ignore, **options})
+
+
+def make_server(**options: Any) -> BatchServer:
+    """A trainer link without a service behind it."""
+    return BatchServer(**{**_COMMON, "load": None, "keys": None, "probe_s": 5.0, **options})
