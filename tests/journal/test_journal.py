@@ -13,11 +13,12 @@ from orchestrator.errors import JournalError
 from orchestrator.groups.group import Batch
 from orchestrator.journal import Journal, JournalReader, Recovered
 from tests.support.journal_groups import batch_facts, facts, make_batch, make_group
+from tests.support.journal_opening import open_journal
 
 
 @asynccontextmanager
 async def opened(run_dir: Path, **options: Any) -> AsyncIterator[Journal]:
-    async with Journal.open(run_dir, commit_interval_s=0.01, **options) as journal:
+    async with open_journal(run_dir, commit_interval_s=0.01, **options) as journal:
         yield journal
 
 
@@ -26,6 +27,11 @@ async def record_durably(journal: Journal, batch: Batch) -> None:
     durable = asyncio.Event()
     journal.record_batch(batch, durable.set)
     await durable.wait()
+
+
+def counters(run_dir: Path) -> dict[str, dict[str, int]]:
+    with JournalReader(run_dir) as reader:
+        return reader.counters()
 
 
 async def recovered(run_dir: Path, **options: Any) -> Recovered:
@@ -43,7 +49,7 @@ async def test_finished_groups_come_back_whole_and_in_the_order_of_recording(tmp
             journal.record_group(group)
     again = await recovered(tmp_path)
     assert [facts(group) for group in again.groups] == [facts(group) for group in groups]
-    assert again.resolved == {"math": (0, [1, 3]), "code": (0, [0, 9])}
+    assert again.resolved == {}, "a task is resolved when its group is in a batch"
     assert again.last_step == 0
     assert not again.batches
 
@@ -92,6 +98,7 @@ async def test_a_formed_batch_is_the_same_after_a_restart_and_its_groups_are_que
     again = await recovered(tmp_path)
     assert [batch_facts(found) for found in again.batches] == [batch_facts(batch)]
     assert [group.task.position for group in again.groups] == [1, 2, 4]
+    assert again.resolved == {"math": (0, [0, 3])}
     assert again.last_step == 1
     assert again.last_acknowledged == 0
 
@@ -142,20 +149,26 @@ async def test_resolved_positions_are_pruned_below_the_low_water_mark(tmp_path: 
         journal.prune("math", 3)
         journal.record_group(make_group(8))
     again = await recovered(tmp_path)
-    assert again.resolved == {"math": (4, [4, 5, 8]), "code": (0, [2])}
-    assert again.counters == {"code": {"given_up": 1}, "math": {"filtered": 6, "finished": 1}}
+    assert again.resolved == {"math": (4, [4, 5]), "code": (0, [2])}
+    assert counters(tmp_path) == {"code": {"given_up": 1}, "math": {"filtered": 6, "finished": 1}}
 
 
-async def test_an_evicted_group_is_gone_and_its_task_stays_resolved(tmp_path: Path) -> None:
-    """Eviction is an outcome: the task is not asked again."""
+async def test_an_evicted_group_is_gone_and_its_task_can_be_asked_again(tmp_path: Path) -> None:
+    """The position is not resolved, and the group that comes of asking again is recorded like any other."""
     async with opened(tmp_path) as journal:
         journal.record_group(make_group(0))
         journal.record_group(make_group(1))
         journal.evict_group(make_group(0), "stale")
     again = await recovered(tmp_path)
     assert [group.task.position for group in again.groups] == [1]
-    assert again.resolved == {"math": (0, [0, 1])}
-    assert again.counters["math"]["evicted: stale"] == 1
+    assert again.resolved == {}
+    assert counters(tmp_path)["math"]["evicted: stale"] == 1
+    async with opened(tmp_path) as journal:
+        journal.record_group(make_group(0))
+        await record_durably(journal, Batch(1, 0, (make_group(0),)))
+    again = await recovered(tmp_path)
+    assert [group.task.position for group in again.groups] == [1]
+    assert again.resolved == {"math": (0, [0])}
 
 
 async def test_states_evals_and_meta_survive_and_the_latest_state_wins(tmp_path: Path) -> None:
@@ -178,7 +191,7 @@ async def test_states_evals_and_meta_survive_and_the_latest_state_wins(tmp_path:
 
 async def test_flush_returns_when_everything_before_it_is_on_disk(tmp_path: Path) -> None:
     """A reader sees what was recorded before flush, even with a long commit interval."""
-    async with Journal.open(tmp_path, commit_interval_s=3600) as journal:
+    async with open_journal(tmp_path, commit_interval_s=3600) as journal:
         journal.record_group(make_group(0))
         await journal.flush()
         with JournalReader(tmp_path) as reader:
@@ -189,7 +202,7 @@ async def test_the_backlog_is_bounded_by_a_flag_that_clears_when_the_disk_has_ca
     tmp_path: Path,
 ) -> None:
     """`full` is what stops dispatch while the disk is behind."""
-    async with Journal.open(tmp_path, commit_interval_s=3600, max_backlog_bytes=1000) as journal:
+    async with open_journal(tmp_path, commit_interval_s=3600, max_backlog_bytes=1000) as journal:
         await journal.flush()
         assert not journal.full
         journal.record_group(make_group(0, size=8))
@@ -204,7 +217,7 @@ async def test_a_second_orchestrator_on_the_run_directory_is_refused_by_name(tmp
     """The message names the directory and the process that uses it."""
     async with opened(tmp_path):
         with pytest.raises(JournalError, match=r"in use by pid \d+"):
-            Journal.open(tmp_path)
+            open_journal(tmp_path)
     async with opened(tmp_path):
         pass
 
@@ -233,13 +246,13 @@ async def test_a_journal_of_another_schema_and_a_file_that_is_none_are_refused(t
     with sqlite3.connect(path) as connection:
         connection.execute("PRAGMA user_version = 99")
     connection.close()
-    with pytest.raises(JournalError, match="schema 99, this orchestrator has 1"):
-        Journal.open(tmp_path)
+    with pytest.raises(JournalError, match="schema 99, this orchestrator has 2"):
+        open_journal(tmp_path)
     for name in (path, path.with_name(path.name + "-wal"), path.with_name(path.name + "-shm")):
         name.unlink(missing_ok=True)
     path.write_bytes(b"something else altogether" * 100)
     with pytest.raises(JournalError, match="journal"):
-        Journal.open(tmp_path)
+        open_journal(tmp_path)
     async with opened(tmp_path, fresh=True):
         pass
 
@@ -248,7 +261,7 @@ async def test_a_run_directory_that_cannot_be_written_is_an_error_with_its_name(
     """A mistake in the config is one clear line."""
     (tmp_path / "file").write_text("")
     with pytest.raises(JournalError, match="the run directory cannot be written"):
-        Journal.open(tmp_path / "file" / "run")
+        open_journal(tmp_path / "file" / "run")
 
 
 async def test_a_batch_of_unrecorded_groups_is_an_error_and_what_was_recorded_before_stays(
@@ -262,7 +275,7 @@ async def test_a_batch_of_unrecorded_groups_is_an_error_and_what_was_recorded_be
         errors.append(error)
         failed.set()
 
-    journal = Journal.open(tmp_path, commit_interval_s=0.01, on_error=on_error)
+    journal = open_journal(tmp_path, commit_interval_s=0.01, on_error=on_error)
     journal.record_group(make_group(0))
     await journal.flush()
     journal.record_batch(
@@ -292,7 +305,7 @@ async def test_a_damaged_payload_costs_its_group_and_its_task_is_asked_again(tmp
         again = journal.recover()
         assert again.damaged == ["math/train/1"]
         assert [group.task.position for group in again.groups] == [0, 2]
-        assert again.resolved == {"math": (0, [0, 2])}
+        assert again.resolved == {}
         journal.record_group(make_group(1))
     assert [group.task.position for group in (await recovered(tmp_path)).groups] == [0, 2, 1]
 
@@ -318,7 +331,7 @@ async def test_transcripts_can_be_read_while_the_run_goes_on(tmp_path: Path) -> 
         await journal.flush()
         with JournalReader(tmp_path) as reader:
             assert [group.transcript for group in reader.groups(env="code")] == [b"transcript of code/0"]
-            assert [row.task.env for row in reader.group_rows(newest_first=True)] == ["code", "math"]
+            assert [row.task.env for row in reader.group_rows()] == ["math", "code"]
 
 
 def test_a_directory_without_a_journal_is_an_error_for_the_reader(tmp_path: Path) -> None:
@@ -339,4 +352,4 @@ async def test_the_parts_of_a_split_group_take_its_place(tmp_path: Path) -> None
     assert [group.id for group in again.groups] == [rest.id] == [f"{whole.id}+1"]
     assert [facts(group) for group in again.groups] == [facts(rest)]
     assert again.resolved == {"math": (0, [0])}
-    assert again.counters["math"]["finished"] == 1
+    assert counters(tmp_path)["math"]["finished"] == 1
