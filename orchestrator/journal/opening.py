@@ -133,9 +133,8 @@ def _check_present(beside: Beside, found: Found) -> None:
 
 
 def _check_run(beside: Beside, found: Found) -> None:
-    others = {name: header.run_id for name, header in beside.headers.items()}
-    if beside.mark is not None:
-        others[MARK] = beside.mark.run_id
+    others = {} if beside.mark is None else {MARK: beside.mark.run_id}
+    others.update((name, header.run_id) for name, header in beside.headers.items())
     for name, run_id in others.items():
         if found.run_id is not None and run_id != found.run_id:
             raise JournalError(

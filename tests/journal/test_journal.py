@@ -12,6 +12,7 @@ import pytest
 from orchestrator.errors import JournalError
 from orchestrator.groups.group import Batch
 from orchestrator.journal import Journal, JournalReader, Recovered
+from orchestrator.journal.payloads import Place
 from tests.support.journal_groups import batch_facts, facts, make_batch, make_group
 from tests.support.journal_opening import open_journal
 
@@ -32,6 +33,13 @@ async def record_durably(journal: Journal, batch: Batch) -> None:
 def counters(run_dir: Path) -> dict[str, dict[str, int]]:
     with JournalReader(run_dir) as reader:
         return reader.counters()
+
+
+def damage(run_dir: Path, place: Place) -> None:
+    """Overwrite a part of a payload."""
+    with (run_dir / "journal" / "payloads" / f"{place.segment:08d}.bin").open("r+b") as file:
+        file.seek(place.offset + 20)
+        file.write(bytes(16))
 
 
 async def recovered(run_dir: Path, **options: Any) -> Recovered:
@@ -213,6 +221,41 @@ async def test_the_backlog_is_bounded_by_a_flag_that_clears_when_the_disk_has_ca
         assert not journal.full
 
 
+async def test_who_waits_for_room_in_the_backlog_is_told_when_there_is_some(tmp_path: Path) -> None:
+    """Once each time that the journal was full and is not any more, on the event loop; not for other commits."""
+    async with open_journal(tmp_path, commit_interval_s=0.01, max_backlog_bytes=1000) as journal:
+        seen: list[bool] = []
+        room = asyncio.Event()
+
+        def on_room() -> None:
+            assert asyncio.get_running_loop()
+            seen.append(journal.full)
+            room.set()
+
+        journal.on_room = on_room
+        journal.record_task("math", 100, "filtered")
+        await journal.flush()
+        assert seen == []
+        for position in range(2):
+            journal.record_group(make_group(position, size=8))
+            await room.wait()
+            room.clear()
+        assert seen == [False, False]
+
+
+async def test_a_journal_that_cannot_be_written_has_no_room(tmp_path: Path) -> None:
+    """It stays full: nobody is told to go on."""
+    journal = open_journal(tmp_path, commit_interval_s=0.01, max_backlog_bytes=100)
+    journal.on_room = lambda: pytest.fail("there is no room")
+    journal.record_batch(make_batch(1), lambda: None)
+    with pytest.raises(JournalError, match="batch 1"):
+        await journal.flush()
+    assert journal.full
+    with pytest.raises(JournalError, match="batch 1"):
+        await journal.aclose()
+    assert journal.full
+
+
 async def test_a_second_orchestrator_on_the_run_directory_is_refused_by_name(tmp_path: Path) -> None:
     """The message names the directory and the process that uses it."""
     async with opened(tmp_path):
@@ -298,9 +341,7 @@ async def test_a_damaged_payload_costs_its_group_and_its_task_is_asked_again(tmp
             journal.record_group(make_group(position))
     with JournalReader(tmp_path) as reader:
         place = [row.place for row in reader.group_rows()][1]
-    with (tmp_path / "journal" / "payloads" / f"{place.segment:08d}.bin").open("r+b") as file:
-        file.seek(place.offset + 20)
-        file.write(bytes(16))
+    damage(tmp_path, place)
     async with opened(tmp_path) as journal:
         again = journal.recover()
         assert again.damaged == ["math/train/1"]
@@ -308,6 +349,43 @@ async def test_a_damaged_payload_costs_its_group_and_its_task_is_asked_again(tmp
         assert again.resolved == {}
         journal.record_group(make_group(1))
     assert [group.task.position for group in (await recovered(tmp_path)).groups] == [0, 2, 1]
+
+
+async def test_a_damaged_part_of_a_split_group_costs_that_part_alone(tmp_path: Path) -> None:
+    """The other part is in a batch or in the queue as before, and the task stays resolved if it is in a batch."""
+    whole, other = make_group(0), make_group(1)
+    async with opened(tmp_path) as journal:
+        journal.record_group(whole)
+        journal.record_group(other)
+        first, rest = journal.split_group(whole, 3)
+        await record_durably(journal, Batch(1, 0, (first,)))
+        one, two = journal.split_group(other, 2)
+    with JournalReader(tmp_path) as reader:
+        places = {row.id: row.place for row in reader.group_rows(queued=True)}
+    for name in (rest.id, two.id):
+        damage(tmp_path, places[name])
+    async with opened(tmp_path) as journal:
+        again = journal.recover()
+        assert again.damaged == [rest.id, two.id]
+        assert [group.id for group in again.groups] == [one.id]
+        assert again.resolved == {"math": (0, [0])}
+    again = await recovered(tmp_path)
+    assert again.damaged == []
+    assert [group.id for group in again.groups] == [one.id]
+    assert [facts(group) for group in again.batches[0].groups] == [facts(first)]
+
+
+async def test_evicting_the_rest_of_a_split_group_leaves_its_task_resolved(tmp_path: Path) -> None:
+    """A part of it was trained on, and no position is trained on twice."""
+    whole = make_group(0)
+    async with opened(tmp_path) as journal:
+        journal.record_group(whole)
+        first, rest = journal.split_group(whole, 3)
+        await record_durably(journal, Batch(1, 0, (first,)))
+        journal.evict_group(rest, "stale")
+    again = await recovered(tmp_path)
+    assert again.groups == []
+    assert again.resolved == {"math": (0, [0])}
 
 
 async def test_the_sqlite_shell_can_read_a_live_run(tmp_path: Path) -> None:
