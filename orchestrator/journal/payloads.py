@@ -16,7 +16,7 @@ import os
 import struct
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -33,8 +33,10 @@ _BUFFERS_PER_WRITE = 5
 _SPARE_SEGMENTS = 4
 """Segments kept for overwriting: writing into pages that exist costs a third of making new ones."""
 
-RAW, ZLIB = 0, 1
+RAW, ZLIB = 2, 3
 """Codecs of a payload."""
+_OLD_CODECS = (0, 1)
+"""Raw and zlib as schema 1 wrote them: the sum of words lacks the highest bit."""
 
 _HEADER = struct.Struct("<8s32sQQQ")
 _MAGIC = b"RLOJSEG2"
@@ -109,9 +111,10 @@ def group_from(
 
 
 def checksum(parts: Sequence[memoryview]) -> int:
-    """The sum of the 64-bit words, each part filled up with zeros, in 63 bits.
+    """The sum of the 64-bit words, each part filled up with zeros, as a signed number of 64 bits.
 
-    It is to tell pages that a power cut or an overwriting left from the right ones, at the speed of memory.
+    It is to tell pages that a power cut or an overwriting left from the right ones, and to find any flipped bit, at
+    the speed of memory.
     """
     total = 0
     for part in parts:
@@ -120,7 +123,13 @@ def checksum(parts: Sequence[memoryview]) -> int:
             total += int(np.add.reduce(np.frombuffer(part, "<u8", words)))
         if rest:
             total += int.from_bytes(part[-rest:], "little")
-    return total & 0x7FFF_FFFF_FFFF_FFFF
+    total &= 0xFFFF_FFFF_FFFF_FFFF
+    return total - (1 << 64) if total >> 63 else total
+
+
+def _has_checksum(data: memoryview, place: Place) -> bool:
+    found = checksum([data])
+    return (found & 0x7FFF_FFFF_FFFF_FFFF if place.codec in _OLD_CODECS else found) == place.checksum
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +187,7 @@ def read_stored(directory: Path, place: Place) -> bytearray:
         raise DamagedPayloadError(f"segment {place.segment} is missing") from error
     except OSError as error:
         raise DamagedPayloadError(f"segment {place.segment} cannot be read: {error.strerror}") from error
-    if got < place.bytes or checksum([view]) != place.checksum:
+    if got < place.bytes or not _has_checksum(view, place):
         raise DamagedPayloadError(f"segment {place.segment} is damaged at {place.offset}")
     return data
 
@@ -186,7 +195,7 @@ def read_stored(directory: Path, place: Place) -> bytearray:
 def read_payload(directory: Path, place: Place) -> bytearray:
     """The bytes of a payload, checked and decompressed; raises DamagedPayloadError."""
     data = read_stored(directory, place)
-    if place.codec == RAW:
+    if place.codec in (RAW, _OLD_CODECS[0]):
         return data
     try:
         return bytearray(zlib.decompressobj().decompress(data))
@@ -239,7 +248,8 @@ class PayloadWriter:
         """Line an existing payload up again, as it is, so that its old segment can go."""
         if self._fd < 0:
             self._next_segment()
-        return self._append([memoryview(read_stored(self._directory, place))], place.codec)
+        moved = self._append([memoryview(read_stored(self._directory, place))], place.codec)
+        return replace(moved, checksum=place.checksum)
 
     def _append(self, parts: Sequence[memoryview], codec: int) -> Place:
         sum_of_words = checksum(parts)

@@ -96,10 +96,13 @@ def originals(tmp_path_factory: pytest.TempPathFactory) -> list[Original]:
 
 
 def damage(path: Path, rng: random.Random) -> str:
-    """Damage a file in one of the ways there are; says how."""
-    size = path.stat().st_size
-    way = rng.choice(["flip", "flip", "flip", "cut", "remove", "zero"])
+    """Damage a file in one of the ways there are; says how. Flips are where something is written, not in empty pages."""
+    data = path.read_bytes()
+    size = len(data)
+    way = rng.choice([*["flip"] * 7, "cut", "remove", "zero"])
     place = rng.randrange(size) if size else 0
+    if way == "flip" and any(data):
+        place = rng.choice([number for number, byte in enumerate(data) if byte])
     if way == "remove" or size == 0:
         path.unlink()
     elif way == "cut":
