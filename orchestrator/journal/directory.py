@@ -29,14 +29,14 @@ def make_private(directory: Path) -> None:
     directory.mkdir(mode=PRIVATE_DIRECTORY, exist_ok=True)
 
 
-def open_private(path: Path, flags: int) -> int:
+def open_private(path: Path | str, flags: int) -> int:
     """A file descriptor; a new file is readable by its owner alone. Also an `opener` of `open`."""
     return os.open(path, flags | os.O_CLOEXEC, PRIVATE_FILE)
 
 
-def sync_directory(directory: Path) -> None:
-    """Bring the names in a directory to disk."""
-    fd = os.open(directory, os.O_RDONLY)
+def sync_file(path: Path) -> None:
+    """Bring a file to disk, or the names in a directory."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
     finally:

@@ -5,8 +5,12 @@ count of how often the journal was opened or folded (`generation`, in the databa
 file. It is written anew, as a whole, whenever a batch is on disk, when the journal is opened and when its WAL is folded, and
 always after the database: so the database may be ahead of its mark, but one that is behind it is not the
 one that was written. The file itself changes only when the WAL is folded, so its digest holds in between.
+
+The database file is read through one descriptor that stays open as long as the connection of SQLite: closing any
+descriptor of a file drops the locks that the process holds on it, and another process would then take away the WAL.
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -15,7 +19,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from orchestrator.journal.directory import DATABASE, MARK, open_private
+from orchestrator.journal.directory import MARK, open_private
+
+_READ_BYTES = 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,20 +57,32 @@ def read_mark(directory: Path) -> Mark | None:
         return None
 
 
-def database_digest(directory: Path) -> str | None:
-    """A digest of the database file as it is, without its WAL; None when there is none."""
-    try:
-        with (directory / DATABASE).open("rb") as file:
-            return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
-    except FileNotFoundError:
-        return None
+class DatabaseFile:
+    """The database file itself, for its digest; to be closed after the connection."""
+
+    def __init__(self, path: Path) -> None:
+        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def digest(self) -> str:
+        """A digest of the file as it is, without its WAL."""
+        found, offset = hashlib.blake2b(digest_size=16), 0
+        while data := os.pread(self._fd, _READ_BYTES, offset):
+            found.update(data)
+            offset += len(data)
+        return found.hexdigest()
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
 
 
 class MarkFile:
     """Writes the mark of a journal that is open for writing."""
 
-    def __init__(self, directory: Path, mark: Mark, *, fsync: bool) -> None:
+    def __init__(self, directory: Path, mark: Mark, database: DatabaseFile, *, fsync: bool) -> None:
         self._directory = directory
+        self._database = database
         self._fsync = fsync
         self.mark = mark
 
@@ -85,9 +103,18 @@ class MarkFile:
 
     def write_digest(self, **changes: Any) -> None:
         """Note what the database file looks like now."""
-        changes["database"] = database_digest(self._directory)
+        changes["database"] = self._database.digest()
         if replace(self.mark, **changes) != self.mark:
             self.write(**changes)
+
+    def close(self) -> None:
+        """The connection is closed, which may have folded the rest: note that, if possible, and let go of the file."""
+        try:
+            # Where this fails, the next start only takes a closer look.
+            with contextlib.suppress(OSError):
+                self.write_digest()
+        finally:
+            self._database.close()
 
 
 def _checksum(fields: dict[str, Any]) -> int:

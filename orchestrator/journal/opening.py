@@ -7,18 +7,19 @@ Only then are the tables created or brought up to date.
 """
 
 import sqlite3
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import structlog
 
 from orchestrator.errors import JournalError
-from orchestrator.journal.directory import DATABASE, MARK, PAYLOADS, sync_directory
-from orchestrator.journal.mark import Mark, MarkFile, database_digest, read_mark
+from orchestrator.journal.directory import DATABASE, MARK, PAYLOADS, sync_file
+from orchestrator.journal.mark import DatabaseFile, Mark, MarkFile, read_mark
 from orchestrator.journal.migrations import migrate
 from orchestrator.journal.payloads import SegmentHeader, segment_path, segments_in
 from orchestrator.journal.schema import create_tables, open_for_reading, open_for_writing, version_of
-from orchestrator.journal.wal import unused_bytes
+from orchestrator.journal.wal import fold_and_measure
 
 log = structlog.get_logger()
 
@@ -40,18 +41,24 @@ class Found:
 
 
 class Beside:
-    """What lies beside the database and tells of it."""
+    """What lies beside the database and tells of it, and the file itself."""
 
     def __init__(self, directory: Path) -> None:
+        self.directory = directory
         self.path = directory / DATABASE
         self.mark = read_mark(directory)
-        self.digest = database_digest(directory)
+        self.file = DatabaseFile(self.path) if self.path.exists() else None
+        self.digest = None if self.file is None else self.file.digest()
         payloads = directory / PAYLOADS
         self.segments = sorted(segments_in(payloads))
         headers = ((number, SegmentHeader.read(segment_path(payloads, number))) for number in self.segments)
         self.headers = {
             f"{PAYLOADS}/{number:08d}.bin": header for number, header in headers if header is not None
         }
+
+    def close(self) -> None:
+        if self.file is not None:
+            self.file.close()
 
     @property
     def changed(self) -> bool:
@@ -67,27 +74,25 @@ class Beside:
 def open_checked(directory: Path, *, fsync: bool) -> tuple[sqlite3.Connection, MarkFile]:
     """Open the journal in a directory that the caller has locked, or create it; raises JournalError."""
     path = directory / DATABASE
-    try:
-        beside = Beside(directory)
-        found = _look(beside)
-        _check_present(beside, found)
-        _check_run(beside, found)
-        _check_steps(beside, found)
-        connection = open_for_writing(path)
-    except (sqlite3.Error, OSError) as error:
-        raise JournalError(
-            f"{path}: {error}; is the run directory writable and the file a journal?"
-        ) from error
-    try:
-        _tell(beside, found, connection)
-        if found.version == 0:
-            create_tables(connection)
-        else:
-            migrate(path, connection, found.version)
-        return connection, _begin(directory, connection, beside, found, fsync=fsync)
-    except (sqlite3.Error, OSError) as error:
-        connection.close()
-        raise JournalError(f"{path}: cannot be used: {error}") from error
+    with ExitStack() as undo:
+        try:
+            beside = Beside(directory)
+            undo.callback(beside.close)
+            found = _look(beside)
+            _check_present(beside, found)
+            _check_run(beside, found)
+            _check_steps(beside, found)
+            connection = open_for_writing(path)
+            undo.callback(connection.close)
+            if beside.file is None:
+                beside.file = DatabaseFile(path)
+            mark = _begin(connection, beside, found, beside.file, fsync=fsync)
+        except (sqlite3.Error, OSError) as error:
+            raise JournalError(
+                f"{path}: {error}; is the run directory writable and the file a journal?"
+            ) from error
+        undo.pop_all()
+    return connection, mark
 
 
 def _look(beside: Beside) -> Found:
@@ -158,9 +163,36 @@ def _check_steps(beside: Beside, found: Found) -> None:
         )
 
 
-def _tell(beside: Beside, found: Found, connection: sqlite3.Connection) -> None:
+def _begin(
+    connection: sqlite3.Connection, beside: Beside, found: Found, file: DatabaseFile, *, fsync: bool
+) -> MarkFile:
+    """Bring the database up to date and start a new generation, in the database first and then in the mark."""
+    old = beside.mark or Mark("", found.step, found.acknowledged, found.generation, None)
+    mark = MarkFile(beside.directory, old, file, fsync=fsync)
+    if beside.mark is not None:
+        # From here on the file changes.
+        mark.write(database=None)
+    if fsync:
+        # What an earlier process left in the WAL is folded now; its payloads go to disk first.
+        for number in beside.segments:
+            sync_file(segment_path(beside.directory / PAYLOADS, number))
+    torn = fold_and_measure(connection, beside.path)
+    _tell(beside, found, torn)
+    if found.version == 0:
+        create_tables(connection)
+    else:
+        migrate(beside.path, connection, found.version)
+    generation = 1 + max(found.generation, old.generation)
+    set_generation(connection, generation, fsync=fsync)
+    (run_id,) = connection.execute("SELECT value FROM meta WHERE key = 'run_id'").fetchone()
+    mark.write_digest(run_id=run_id, step=found.step, acknowledged=found.acknowledged, generation=generation)
+    if fsync:
+        sync_file(beside.directory)
+    return mark
+
+
+def _tell(beside: Beside, found: Found, torn: int) -> None:
     """Say what is not as it was left, but can be gone on with."""
-    connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
     mark, notes = beside.mark, []
     if mark is None and found.generation:
         notes.append(f"{MARK} is missing or damaged; nothing tells whether this is the newest copy")
@@ -172,27 +204,13 @@ def _tell(beside: Beside, found: Found, connection: sqlite3.Connection) -> None:
         notes.append(
             "another program has written to the database, or it is damaged where that cannot be seen"
         )
-    if torn := unused_bytes(beside.path):
+    if torn:
         notes.append(
             f"the last {torn} bytes of the WAL are no whole commit: the process died while it wrote them, "
             "or they are damaged; what they recorded is asked again"
         )
     for note in notes:
         log.warning("journal.changed", path=str(beside.path), step=found.step, note=note)
-
-
-def _begin(
-    directory: Path, connection: sqlite3.Connection, beside: Beside, found: Found, *, fsync: bool
-) -> MarkFile:
-    """Start a new generation, in the database first and then in the mark."""
-    generation = 1 + max(found.generation, beside.mark.generation if beside.mark is not None else 0)
-    set_generation(connection, generation, fsync=fsync)
-    run_id = connection.execute("SELECT value FROM meta WHERE key = 'run_id'").fetchone()[0]
-    file = MarkFile(directory, Mark(run_id, found.step, found.acknowledged, generation, None), fsync=fsync)
-    file.write(database=database_digest(directory))
-    if fsync:
-        sync_directory(directory)
-    return file
 
 
 def set_generation(connection: sqlite3.Connection, generation: int, *, fsync: bool) -> None:

@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 
 from orchestrator.groups.group import Group
-from orchestrator.journal.directory import make_private, open_private, sync_directory
+from orchestrator.journal.directory import make_private, open_private, sync_file
 from orchestrator.tasks.task import TrainTask
 
 SEGMENT_BYTES = 32 * 1024 * 1024
@@ -295,7 +295,7 @@ class PayloadWriter:
         if self._fd >= 0:
             os.fdatasync(self._fd)
         if self._new_names:
-            sync_directory(self._directory)
+            sync_file(self._directory)
             self._new_names = False
 
     def size_of(self, segment: int) -> int:

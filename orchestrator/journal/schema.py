@@ -102,7 +102,8 @@ CREATE TABLE evals (
 
 def open_for_writing(path: Path) -> sqlite3.Connection:
     """The writer's connection, with nothing created or changed yet; raises sqlite3.Error and OSError."""
-    os.close(open_private(path, os.O_RDWR | os.O_CREAT))
+    if not path.exists():
+        os.close(open_private(path, os.O_RDWR | os.O_CREAT))
     connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=5.0)
     try:
         mode = connection.execute("PRAGMA journal_mode = WAL").fetchone()[0]

@@ -7,7 +7,6 @@ it survives the death of the process. Space is given back here: the groups of ac
 the kept ones are deleted, with every segment that nothing refers to any more.
 """
 
-import contextlib
 import json
 import sqlite3
 import time
@@ -65,6 +64,7 @@ class JournalStore:
             self._give_back()
         except (OSError, sqlite3.Error) as error:
             self._connection.close()
+            self._mark.close()
             raise JournalError(f"{self._path}: cannot be used: {error}") from error
         self._segment_bytes = segment_bytes
         self._new_groups: list[tuple[object, ...]] = []
@@ -309,9 +309,7 @@ class JournalStore:
     def close(self) -> None:
         try:
             self._connection.close()
-            # Closing folds what could not be folded before. Without this, the next start takes a closer look.
-            with contextlib.suppress(OSError):
-                self._mark.write_digest()
+            self._mark.close()
         finally:
             self._payloads.close()
 

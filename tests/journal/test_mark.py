@@ -5,6 +5,7 @@ import os
 import shutil
 import sqlite3
 import stat
+import sys
 from pathlib import Path
 
 import pytest
@@ -234,3 +235,21 @@ async def test_what_a_run_records_is_readable_by_its_owner_alone(tmp_path: Path)
     assert {
         name: mode for name, mode in modes.items() if mode != (0o700 if name in directories else 0o600)
     } == {}
+
+
+async def test_others_who_look_into_a_journal_in_use_do_not_take_its_wal_away(tmp_path: Path) -> None:
+    """The writer's locks hold although it reads the database file itself, so nobody takes himself for the last to leave."""
+    look = "import sqlite3, sys; c = sqlite3.connect(sys.argv[1]); c.execute('SELECT * FROM meta').fetchall(); c.close()"
+    database = tmp_path / "journal" / "journal.sqlite3"
+    async with open_journal(tmp_path) as journal:
+        await form(journal, make_batch(1))
+        before = [database.with_name(f"{database.name}-{name}").stat().st_ino for name in ("wal", "shm")]
+        for _ in range(2):
+            process = await asyncio.create_subprocess_exec(sys.executable, "-c", look, str(database))
+            assert await process.wait() == 0
+        assert before == [
+            database.with_name(f"{database.name}-{name}").stat().st_ino for name in ("wal", "shm")
+        ]
+        await form(journal, make_batch(2))
+    async with open_journal(tmp_path) as journal:
+        assert [batch.step for batch in journal.recover().batches] == [1, 2]
