@@ -180,9 +180,11 @@ def restore(run: Run, *, source: TrainSource, recovered: Recovered, weights: dic
         return
     run.restore(recovered.state)
     asked_again = 0
-    for env, (low, resolved) in recovered.resolved.items():
+    for env in {*recovered.resolved, *(group.env for group in recovered.groups)}:
         if env in run.train:
-            asked_again += source.load_resolved(env, low, resolved)
+            low, resolved = recovered.resolved.get(env, (0, []))
+            held = {group.task.position for group in recovered.groups if group.env == env}
+            asked_again += source.load_resolved(env, low, resolved, held)
         else:
             log.warning("env.gone", env=env, note="it was in an earlier process of this run")
     kept = run.assembly.restore(recovered.groups)

@@ -116,7 +116,6 @@ class TrainSink:
             self._reject(pending, "oversize", now)
             return
         self._record.record_group(group)
-        self._tasks.resolve(group.task)
         self._queue(group)
         self._mix.on_finish(pending.env, pending.size, pending.valid, now=now)
         self._barren = 0
@@ -152,6 +151,8 @@ class TrainSink:
             batch = Batch(step=step, version=staleness.version_at(step), groups=tuple(groups))
             staleness.formed = step
             self._record.record_batch(batch, lambda batch=batch: self._offer(batch))  # type: ignore[misc]  # mypy cannot type a default argument of a lambda
+            for group in groups:
+                self._tasks.resolve(group.task)
             for env in {group.env for group in groups}:
                 self._record.prune(env, self._tasks.low_water(env))
             self._facts.batch_formed(batch)
@@ -178,6 +179,8 @@ class TrainSink:
                 kept += 1
             else:
                 self._record.evict_group(group, reason)
+                if group.env in self._group_sizes:
+                    self._tasks.retry(group.task)
                 log.warning("group.given_up", group=group.id, reason=reason)
         return kept
 
@@ -243,6 +246,7 @@ class TrainSink:
         self._unqueue(evicted)
         for group in evicted:
             self._record.evict_group(group, "stale")
+            self._tasks.retry(group.task)
             self._mix.on_drop(group.env, group.rollouts, now=now)
             self._facts.dropped(group.env, "stale", group.rollouts)
         if evicted:

@@ -77,13 +77,14 @@ class TrainSource:
         """Number of tasks of the env that wait to be asked again."""
         return self._streams[env].waiting
 
-    def load_resolved(self, env: str, low: int, resolved: Iterable[int]) -> int:
+    def load_resolved(self, env: str, low: int, resolved: Iterable[int], held: Collection[int] = ()) -> int:
         """Continue an env's stream: every position below `low` and those given are resolved.
 
-        Returns how many tasks are asked again because later ones were resolved before them.
+        The `held` ones are not, but are not asked again either: a group of theirs waits for a batch. Returns how many
+        tasks are asked again because later ones were resolved or held before them.
         """
         stream = self._streams[env]
-        stream.load(low, resolved)
+        stream.load(low, resolved, held)
         return stream.waiting
 
     def state_dict(self) -> dict[str, Any]:
@@ -161,13 +162,14 @@ class _Stream:
         self._resolved.add(position)
         self._sink()
 
-    def load(self, low: int, resolved: Iterable[int]) -> None:
+    def load(self, low: int, resolved: Iterable[int], held: Collection[int] = ()) -> None:
         self.low = low
         self._resolved = {position for position in resolved if position >= low}
         self._sink()
         # Positions handed out beyond the last resolved one come again by themselves.
-        self._next = max(self._resolved, default=self.low - 1) + 1
-        gaps = [position for position in range(self.low, self._next) if position not in self._resolved]
+        done = self._resolved.union(held)
+        self._next = max(self.low, max(done, default=-1) + 1)
+        gaps = [position for position in range(self.low, self._next) if position not in done]
         self._again = deque(gaps)
         self._queued = set(gaps)
 
