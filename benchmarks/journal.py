@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from benchmarks.frame import Figure, median_and_spread
 from envs import wire
+from orchestrator.config.sections import JournalConfig, TrainerConfig
 from orchestrator.groups.group import Batch, Group
 from orchestrator.journal import Journal
 from orchestrator.tasks.task import TrainTask
@@ -56,6 +57,20 @@ def feed(address: str, seconds: float) -> None:
     socket.send_multipart([b"end"])
     socket.close()
     context.term()
+
+
+def open_journal(run_dir: Path) -> Journal:
+    """As the service opens it."""
+    config = JournalConfig()
+    return Journal.open(
+        run_dir,
+        commit_interval_s=config.commit_interval_s,
+        commit_bytes=config.commit_bytes,
+        max_backlog_bytes=config.max_backlog_bytes,
+        keep_batches=TrainerConfig().keep_batches,
+        compress=config.compress_level,
+        fsync=config.fsync,
+    )
 
 
 class Receiver:
@@ -129,7 +144,7 @@ class Receiver:
 
     def trained(self, step: int) -> None:
         assert self.journal is not None
-        self.journal.record_ack(step, 0)
+        self.journal.record_ack(step, 0, world_size=1)
         self.journal.record_acknowledged(step)
         self.journal.prune("env", step * GROUPS_PER_BATCH)
 
@@ -148,7 +163,7 @@ def writer_clock(journal: Journal) -> int:
 
 async def receive(run_dir: Path, *, record: bool, seconds: float) -> dict[str, float]:
     """Run the receiver for a while; CPU seconds per second, and the lag of the loop."""
-    journal = Journal.open(run_dir) if record else None
+    journal = open_journal(run_dir) if record else None
     address = f"ipc://{run_dir}.sock"
     receiver = Receiver(journal, address)
     command = (sys.executable, "-m", "benchmarks.journal", "feed", address, str(seconds))
@@ -217,13 +232,13 @@ def recovery_s(groups: int) -> float:
             rng.random(ROLLOUTS, dtype=np.float32),
             rng.random(ROLLOUTS, dtype=np.float32),
         )
-        async with Journal.open(run_dir) as journal:
+        async with open_journal(run_dir) as journal:
             for position in range(groups):
                 task = TrainTask("env", "train", position, 0, position)
                 journal.record_group(Group(task, 0, 0, ROLLOUTS, (TOKENS,) * ROLLOUTS, *arrays))
             await journal.flush()
         started = time.process_time()
-        async with Journal.open(run_dir) as journal:
+        async with open_journal(run_dir) as journal:
             assert len(journal.recover().groups) == groups
             return time.process_time() - started
 

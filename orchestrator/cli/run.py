@@ -119,10 +119,13 @@ async def _run(config: Config, *, fresh: bool) -> int:
 
 def _open_log(run_dir: Path) -> TextIO:
     """Where the log goes while the terminal shows the progress display."""
+    from orchestrator.journal.directory import make_private, open_private
+
     path = run_dir / "logs" / "orchestrator.log"
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return path.open("a", encoding="utf-8", buffering=1)
+        make_private(run_dir)
+        make_private(path.parent)
+        return open(path, "a", encoding="utf-8", buffering=1, opener=open_private)
     except OSError as error:
         raise JournalError(f"{run_dir}: the run directory cannot be written: {error.strerror}") from None
 

@@ -1,7 +1,8 @@
 """The journal of a run: what is recorded survives the death of the process and, where it was served, of the machine.
 
 Recorded are finished groups, resolved task positions, formed batches, acknowledgements, states, evaluations.
-Hand-outs are not: a position that is not resolved is asked again after a restart. Invariants:
+Hand-outs are not: a position that is neither resolved nor held by a queued group is asked again after a restart. A
+position is resolved when its group is in a batch, or when it ends without one. Invariants:
 
 - Recording never blocks the event loop; one writer thread commits in the order of recording.
 - A batch's `on_durable` runs on the event loop after the batch, and every group in it, is on disk; only then may
@@ -15,7 +16,6 @@ What the rows mean is in docs/journal.md. Reading is `JournalReader`.
 
 import asyncio
 import json
-import uuid
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -23,8 +23,10 @@ from typing import IO, Any, Self
 
 from orchestrator.errors import JournalError
 from orchestrator.groups.group import Batch, Group
+from orchestrator.journal.directory import lock_run_dir, move_aside
+from orchestrator.journal.identity import RunIdentity, identity_from_meta, identity_to_meta
+from orchestrator.journal.payloads import SEGMENT_BYTES
 from orchestrator.journal.reader import JournalReader, Recovered
-from orchestrator.journal.schema import lock_run_dir, move_aside
 from orchestrator.journal.store import JournalStore
 from orchestrator.journal.writer import JournalWriter
 
@@ -42,17 +44,17 @@ class Journal:
         store: JournalStore,
         writer: JournalWriter,
         *,
-        max_backlog_bytes: int,
         moved_aside: Path | None,
     ) -> None:
         self._run_dir = run_dir
         self._lock = lock
         self._store = store
         self._writer = writer
-        self._max_backlog_bytes = max_backlog_bytes
         self._flushes: set[asyncio.Future[None]] = set()
         self._closed = False
         self.moved_aside = moved_aside
+        self.on_room: Callable[[], None] = lambda: None
+        """Called on the event loop when the journal was `full` and is not any more."""
         with JournalReader(run_dir) as reader:
             self.meta = reader.meta()
 
@@ -61,17 +63,17 @@ class Journal:
         cls,
         run_dir: Path,
         *,
-        commit_interval_s: float = 0.1,
-        commit_bytes: int = 16 * 1024 * 1024,
-        keep_batches: int = 4,
+        commit_interval_s: float,
+        commit_bytes: int,
+        keep_batches: int,
+        max_backlog_bytes: int,
+        compress: int,
+        fsync: bool,
         fresh: bool = False,
-        max_backlog_bytes: int = 512 * 1024 * 1024,
-        compress: int = 0,
-        fsync: bool = True,
         on_error: Callable[[JournalError], None] | None = None,
         loop: asyncio.AbstractEventLoop | None = None,
     ) -> Self:
-        """Open or create the journal of a run directory and lock it.
+        """Open or create the journal of a run directory and lock it; raises JournalError when it is not to be trusted.
 
         `fresh` moves an existing journal aside (`moved_aside` says where to). `on_error` is called once, on the loop,
         when a write fails. `compress` is a zlib level, 0 for none. `loop` is needed off the event loop's thread.
@@ -80,7 +82,13 @@ class Journal:
         lock = lock_run_dir(run_dir)
         try:
             moved = move_aside(run_dir) if fresh else None
-            store = JournalStore(run_dir, keep_batches=keep_batches, compress=compress, fsync=fsync)
+            store = JournalStore(
+                run_dir,
+                keep_batches=keep_batches,
+                compress=compress,
+                fsync=fsync,
+                segment_bytes=SEGMENT_BYTES,
+            )
         except OSError as error:
             lock.close()
             raise JournalError(f"{run_dir}: the run directory cannot be written: {error}") from error
@@ -95,13 +103,21 @@ class Journal:
             if on_error is not None:
                 on_error(error)
 
+        def drained() -> None:
+            for journal in holder:
+                journal._drained()
+
         writer = JournalWriter(
-            store, loop=loop, on_error=failed, commit_interval_s=commit_interval_s, commit_bytes=commit_bytes
+            store,
+            loop=loop,
+            on_error=failed,
+            on_drained=drained,
+            commit_interval_s=commit_interval_s,
+            commit_bytes=commit_bytes,
+            max_backlog_bytes=max_backlog_bytes,
         )
-        journal = cls(run_dir, lock, store, writer, max_backlog_bytes=max_backlog_bytes, moved_aside=moved)
+        journal = cls(run_dir, lock, store, writer, moved_aside=moved)
         holder.append(journal)
-        if "run_id" not in journal.meta:
-            journal.set_meta("run_id", uuid.uuid4().hex)
         return journal
 
     async def __aenter__(self) -> Self:
@@ -125,7 +141,7 @@ class Journal:
     @property
     def full(self) -> bool:
         """The disk does not keep up, or writing has failed: dispatch nothing new until this is False."""
-        return self._writer.error is not None or self._writer.backlog_bytes > self._max_backlog_bytes
+        return self._writer.error is not None or self._writer.full
 
     @property
     def error(self) -> JournalError | None:
@@ -133,7 +149,7 @@ class Journal:
         return self._writer.error
 
     def record_group(self, group: Group) -> None:
-        """A group is finished; this resolves its task."""
+        """A group is finished and queued; its task is resolved when it gets into a batch."""
         size = (
             group.tokens.nbytes
             + group.logprobs.nbytes
@@ -148,7 +164,7 @@ class Journal:
         self._writer.add(lambda store: store.add_task(env, position, outcome), _ROW_BYTES)
 
     def evict_group(self, group: Group, reason: str) -> None:
-        """A recorded group will not be trained on; its task stays resolved."""
+        """A queued group will not be trained on: its task is open again, unless another part of it is in a batch."""
         self._writer.add(lambda store: store.evict_group(group.id, group.env, reason), _ROW_BYTES)
 
     def split_group(self, group: Group, n: int) -> tuple[Group, Group]:
@@ -158,10 +174,10 @@ class Journal:
         return first, rest
 
     def record_batch(self, batch: Batch, on_durable: Callable[[], None]) -> None:
-        """Recorded groups form a batch; `on_durable` runs on the event loop once that is on disk."""
+        """Recorded groups form a batch, which resolves their tasks; `on_durable` runs on the event loop once that is on disk."""
         self._writer.add(lambda store: store.add_batch(batch), _ROW_BYTES * len(batch.groups), on_durable)
 
-    def record_ack(self, step: int, rank: int, *, world_size: int = 1) -> None:
+    def record_ack(self, step: int, rank: int, *, world_size: int) -> None:
         """A rank has acknowledged a batch."""
         self._writer.add(lambda store: store.add_ack(step, rank, world_size), _ROW_BYTES)
 
@@ -184,8 +200,19 @@ class Journal:
         self.meta[key] = value
         self._writer.add(lambda store: store.set_meta(key, value), _ROW_BYTES)
 
+    @property
+    def identity(self) -> RunIdentity:
+        """What was noted about which tasks come, by this process and earlier ones."""
+        return identity_from_meta(self.meta)
+
+    def set_identity(self, identity: RunIdentity) -> None:
+        """Note which tasks come; envs of earlier processes that are not in it stay noted, should they come back."""
+        for key, value in identity_to_meta(identity).items():
+            if self.meta.get(key) != value:
+                self.set_meta(key, value)
+
     def prune(self, env: str, low: int) -> None:
-        """Every position of an env below `low` is resolved; forget their rows."""
+        """Every position of an env below `low` is resolved, so no queued group has one; forget their rows."""
         self._writer.add(lambda store: store.prune(env, low), _ROW_BYTES)
 
     def when_durable(self, callback: Callable[[], None]) -> None:
@@ -208,8 +235,7 @@ class Journal:
         """What a restart needs, as it was when the journal was opened; blocks while it reads the payloads."""
         with JournalReader(self._run_dir) as reader:
             recovered = reader.recover(world_size=world_size)
-        if recovered.damaged:
-            damaged = recovered.damaged
+        if damaged := recovered.damaged_rows:
             self._writer.add(lambda store: store.forget_damaged(damaged), _ROW_BYTES)
         return recovered
 
@@ -233,6 +259,10 @@ class Journal:
     async def aclose(self) -> None:
         """`close` without blocking the event loop."""
         await asyncio.to_thread(self.close)
+
+    def _drained(self) -> None:
+        if not self.full:
+            self.on_room()
 
     def _fail_flushes(self, error: JournalError) -> None:
         for future in self._flushes:

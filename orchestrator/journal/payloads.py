@@ -5,19 +5,24 @@ logprobs (float32), mask (uint8), transcript, each filled up with zeros to 8 byt
 the offset, the size and a checksum. Payloads are appended to numbered files ("segments"); one that no row refers to
 any more is overwritten as a new one, or deleted, so space is given back without moving data. They are files of
 their own rather than SQLite blobs because the way through the WAL and the checkpoint costs several times the CPU.
+A segment begins with 64 bytes that name its run (those that schema 1 wrote do not; offsets count from the start of the
+file either way).
 
 Appending does not reach the disk by itself: `sync` does, and the caller runs it before it makes rows durable.
 """
 
+import errno
 import os
+import struct
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from orchestrator.groups.group import Group
+from orchestrator.journal.directory import make_private, open_private, sync_file
 from orchestrator.tasks.task import TrainTask
 
 SEGMENT_BYTES = 32 * 1024 * 1024
@@ -28,12 +33,17 @@ _BUFFERS_PER_WRITE = 5
 _SPARE_SEGMENTS = 4
 """Segments kept for overwriting: writing into pages that exist costs a third of making new ones."""
 
-RAW, ZLIB = 0, 1
+RAW, ZLIB = 2, 3
 """Codecs of a payload."""
+_OLD_CODECS = (0, 1)
+"""Raw and zlib as schema 1 wrote them: the sum of words lacks the highest bit."""
+
+_HEADER = struct.Struct("<8s32sQQQ")
+_MAGIC = b"RLOJSEG2"
 
 
 class DamagedPayloadError(Exception):
-    """A payload that is missing, short or does not have its checksum."""
+    """A payload that is missing, short or does not have its checksum, or a row that is not what was recorded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +111,10 @@ def group_from(
 
 
 def checksum(parts: Sequence[memoryview]) -> int:
-    """The sum of the 64-bit words, each part filled up with zeros, in 63 bits.
+    """The sum of the 64-bit words, each part filled up with zeros, as a signed number of 64 bits.
 
-    It is to tell pages that a power cut or an overwriting left from the right ones, at the speed of memory.
+    It is to tell pages that a power cut or an overwriting left from the right ones, and to find any flipped bit, at
+    the speed of memory.
     """
     total = 0
     for part in parts:
@@ -112,7 +123,38 @@ def checksum(parts: Sequence[memoryview]) -> int:
             total += int(np.add.reduce(np.frombuffer(part, "<u8", words)))
         if rest:
             total += int.from_bytes(part[-rest:], "little")
-    return total & 0x7FFF_FFFF_FFFF_FFFF
+    total &= 0xFFFF_FFFF_FFFF_FFFF
+    return total - (1 << 64) if total >> 63 else total
+
+
+def _has_checksum(data: memoryview, place: Place) -> bool:
+    found = checksum([data])
+    return (found & 0x7FFF_FFFF_FFFF_FFFF if place.codec in _OLD_CODECS else found) == place.checksum
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentHeader:
+    """What a segment says of itself: the run that it belongs to, and the last step on disk when it was begun."""
+
+    run_id: str
+    segment: int
+    step: int
+
+    def encode(self) -> bytes:
+        head = _HEADER.pack(_MAGIC, self.run_id.encode(), self.segment, self.step, 0)
+        return head[:-8] + zlib.crc32(head[:-8]).to_bytes(8, "little")
+
+    @classmethod
+    def read(cls, path: Path) -> "SegmentHeader | None":
+        """The header of a segment; None when it has none that can be trusted."""
+        with path.open("rb") as file:
+            head = file.read(_HEADER.size)
+        if len(head) < _HEADER.size:
+            return None
+        magic, run_id, segment, step, sum_of_head = _HEADER.unpack(head)
+        if magic != _MAGIC or sum_of_head != zlib.crc32(head[:-8]):
+            return None
+        return cls(run_id.rstrip(b"\0").decode("ascii", "replace"), segment, step)
 
 
 def segment_path(directory: Path, segment: int) -> Path:
@@ -128,16 +170,24 @@ def segments_in(directory: Path) -> Iterator[int]:
 
 def read_stored(directory: Path, place: Place) -> bytearray:
     """The bytes of a payload as they are stored, checked; raises DamagedPayloadError."""
-    data = bytearray(place.bytes)
-    view, got = memoryview(data), 0
+    if not all(
+        isinstance(number, int) and number >= 0 for number in (place.segment, place.offset, place.bytes)
+    ):
+        raise DamagedPayloadError("the row says no place where a payload can be")
     try:
         with segment_path(directory, place.segment).open("rb", buffering=0) as file:
+            if place.offset + place.bytes > os.fstat(file.fileno()).st_size:
+                raise DamagedPayloadError(f"segment {place.segment} ends before {place.offset + place.bytes}")
+            data = bytearray(place.bytes)
+            view, got = memoryview(data), 0
             file.seek(place.offset)
             while got < place.bytes and (count := file.readinto(view[got:])):
                 got += count
     except FileNotFoundError as error:
         raise DamagedPayloadError(f"segment {place.segment} is missing") from error
-    if got < place.bytes or checksum([view]) != place.checksum:
+    except OSError as error:
+        raise DamagedPayloadError(f"segment {place.segment} cannot be read: {error.strerror}") from error
+    if got < place.bytes or not _has_checksum(view, place):
         raise DamagedPayloadError(f"segment {place.segment} is damaged at {place.offset}")
     return data
 
@@ -145,17 +195,25 @@ def read_stored(directory: Path, place: Place) -> bytearray:
 def read_payload(directory: Path, place: Place) -> bytearray:
     """The bytes of a payload, checked and decompressed; raises DamagedPayloadError."""
     data = read_stored(directory, place)
-    return bytearray(zlib.decompressobj().decompress(data)) if place.codec == ZLIB else data
+    if place.codec in (RAW, _OLD_CODECS[0]):
+        return data
+    try:
+        return bytearray(zlib.decompressobj().decompress(data))
+    except zlib.error as error:
+        raise DamagedPayloadError(f"segment {place.segment} is damaged at {place.offset}: {error}") from error
 
 
 class PayloadWriter:
     """Appends payloads. Not thread-safe; owned by the journal's writer thread."""
 
-    def __init__(self, directory: Path, *, compress: int = 0, segment_bytes: int = SEGMENT_BYTES) -> None:
+    def __init__(self, directory: Path, *, run_id: str, compress: int, segment_bytes: int) -> None:
         self._directory = directory
+        self._run_id = run_id
         self._compress = compress
         self._segment_bytes = segment_bytes
-        directory.mkdir(exist_ok=True)
+        self.step = 0
+        """The last step on disk, for the headers of new segments; kept up by the caller."""
+        make_private(directory)
         for path in directory.glob("*.spare"):
             path.unlink()
         # A segment of an earlier process may end in bytes that no row knows of, so it is never appended to.
@@ -190,7 +248,8 @@ class PayloadWriter:
         """Line an existing payload up again, as it is, so that its old segment can go."""
         if self._fd < 0:
             self._next_segment()
-        return self._append([memoryview(read_stored(self._directory, place))], place.codec)
+        moved = self._append([memoryview(read_stored(self._directory, place))], place.codec)
+        return replace(moved, checksum=place.checksum)
 
     def _append(self, parts: Sequence[memoryview], codec: int) -> Place:
         sum_of_words = checksum(parts)
@@ -236,11 +295,7 @@ class PayloadWriter:
         if self._fd >= 0:
             os.fdatasync(self._fd)
         if self._new_names:
-            directory = os.open(self._directory, os.O_RDONLY)
-            try:
-                os.fsync(directory)
-            finally:
-                os.close(directory)
+            sync_file(self._directory)
             self._new_names = False
 
     def size_of(self, segment: int) -> int:
@@ -250,8 +305,10 @@ class PayloadWriter:
         )
 
     def give_back(self, segment: int) -> None:
-        """Nothing refers to a segment any more, on disk either: overwrite it later, or delete it."""
+        """Nothing refers to a segment any more, on disk either: overwrite it later, or delete it, if it is there."""
         path = segment_path(self._directory, segment)
+        if not path.exists():
+            return
         if len(self._spare) < _SPARE_SEGMENTS and path.stat().st_size < 2 * self._segment_bytes:
             self._spare.append(path.rename(path.with_suffix(".spare")))
         else:
@@ -265,14 +322,22 @@ class PayloadWriter:
         self._fd = -1
 
     def _next_segment(self) -> None:
-        path = segment_path(self._directory, self._segment + 1)
+        number = self._segment + 1
+        path = segment_path(self._directory, number)
         if self._spare:
             self._spare.pop().rename(path)
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        fd = open_private(path, os.O_WRONLY | os.O_CREAT)
+        try:
+            header = SegmentHeader(self._run_id, number, self.step).encode()
+            if os.write(fd, header) < len(header):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError:
+            os.close(fd)
+            raise
         if self._fd >= 0:
             self._unsynced.append(self._fd)
-        self._segment += 1
-        self._fd, self._end, self._kept_end, self._new_names = fd, 0, 0, True
+        self._segment, self._fd, self._new_names = number, fd, True
+        self._end = self._kept_end = len(header)
 
 
 def _filled_up(parts: Sequence[memoryview]) -> list[memoryview]:

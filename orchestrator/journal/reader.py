@@ -1,7 +1,8 @@
 """Reading a journal: what a restart recovers, and what people look at while or after a run.
 
-Owns a connection that can change nothing, so it may be used beside a running orchestrator. A group whose payload
-is damaged (possible only after a power cut, and only for groups that are in no batch) is reported, not raised.
+Owns a connection that can change nothing, so it may be used beside a running orchestrator. Whatever the files hold, what
+is returned is what was recorded: a queued group that cannot be read, or whose row has changed, is reported as damaged
+(a power cut can do that); a batch that somebody still needs and anything else that makes no sense is a JournalError.
 """
 
 import json
@@ -12,11 +13,17 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, Self
 
+import structlog
+
 from orchestrator.errors import JournalError
 from orchestrator.groups.group import Batch, Group
+from orchestrator.journal.directory import DATABASE, DIRECTORY, PAYLOADS
 from orchestrator.journal.payloads import DamagedPayloadError, Place, group_from, read_payload
-from orchestrator.journal.schema import DATABASE, DIRECTORY, PAYLOADS, open_for_reading
+from orchestrator.journal.rows import batch_checksum, group_checksum
+from orchestrator.journal.schema import check_readable, open_for_reading
 from orchestrator.tasks.task import TrainTask
+
+log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +33,10 @@ class Recovered:
     `groups` are finished and in no batch, in the order in which they were recorded. `batches` are formed and not
     acknowledged by every rank, plus the kept acknowledged ones, in step order; `acknowledged` names the steps
     of the latter, `acks` the ranks that acknowledged each of the former. `resolved` has, per env, the position
-    below which everything is resolved, and the resolved positions above it. `damaged` groups are lost: their
-    tasks are not resolved and will be asked again.
+    below which everything is resolved, and the resolved positions above it. The positions of `groups` are not
+    among them, unless another part of the group is in a batch: who recovers holds them until they are in a batch, or
+    are evicted and asked again. `damaged` names groups that are lost, `damaged_rows` has their rows: nobody holds
+    their positions, so they are asked again.
     """
 
     groups: list[Group] = field(default_factory=list)
@@ -36,10 +45,10 @@ class Recovered:
     acks: dict[int, frozenset[int]] = field(default_factory=dict)
     resolved: dict[str, tuple[int, list[int]]] = field(default_factory=dict)
     state: dict[str, Any] = field(default_factory=dict)
-    counters: dict[str, dict[str, int]] = field(default_factory=dict)
     last_step: int = 0
     last_acknowledged: int = 0
     damaged: list[str] = field(default_factory=list)
+    damaged_rows: list[int] = field(default_factory=list)
 
     @property
     def empty(self) -> bool:
@@ -64,16 +73,27 @@ class GroupRow:
     step: int | None
     transcript_bytes: int
     part: int
+    id: str
+    row_checksum: int
 
     COLUMNS: ClassVar[str] = (
         "env, split, task_index, epoch, position, segment, offset, bytes, codec, checksum, seq, version, version_end,"
-        " rollouts, sequences, tokens, reward, finished_at, step, transcript_bytes, part"
+        " rollouts, sequences, tokens, reward, finished_at, step, transcript_bytes, part, id, row_checksum"
     )
 
     @classmethod
     def from_sql(cls, row: tuple[Any, ...]) -> "GroupRow":
         """A row selected with COLUMNS."""
         return cls(TrainTask(*row[:5]), Place(*row[5:10]), *row[10:])
+
+    @property
+    def intact(self) -> bool:
+        """Whether the row still says what was recorded."""
+        task, place = self.task, self.place
+        named = (self.id, task.env, task.split, task.position, self.part, task.index, task.epoch)
+        held = (self.version, self.version_end, self.rollouts, self.sequences, self.tokens)
+        stored = (place.bytes, self.transcript_bytes, place.codec, place.checksum)
+        return group_checksum((*named, *held, *stored)) == self.row_checksum
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +118,20 @@ class JournalReader:
     def __init__(self, run_dir: Path) -> None:
         self._path = run_dir / DIRECTORY / DATABASE
         self._payloads = run_dir / DIRECTORY / PAYLOADS
-        self._connection = open_for_reading(self._path)
+        if not self._path.is_file():
+            raise JournalError(f"{self._path}: there is no journal here; is this the run_dir of a run?")
+        try:
+            self._connection = open_for_reading(self._path)
+        except sqlite3.Error as error:
+            raise JournalError(f"{self._path}: cannot be read: {error}") from error
+        try:
+            check_readable(self._path, self._connection)
+        except sqlite3.Error as error:
+            self.close()
+            raise JournalError(f"{self._path}: cannot be read: {error}") from error
+        except JournalError:
+            self.close()
+            raise
 
     def __enter__(self) -> Self:
         return self
@@ -112,12 +145,12 @@ class JournalReader:
         self._connection.close()
 
     def meta(self) -> dict[str, str]:
-        """What was noted about the run: its id, when it began, what the service added."""
+        """What was noted about the run: its id, its generation, what the service added."""
         return dict(self._rows("SELECT key, value FROM meta"))
 
     def states(self) -> dict[str, Any]:
         """The latest value of every recorded state."""
-        return {key: json.loads(value) for key, value in self._rows("SELECT key, value FROM states")}
+        return {key: self._json(value) for key, value in self._rows("SELECT key, value FROM states")}
 
     def counters(self) -> dict[str, dict[str, int]]:
         """Per env, how many groups and tasks ended how."""
@@ -133,13 +166,13 @@ class JournalReader:
             " FROM batches ORDER BY step DESC LIMIT ?",
             -1 if last is None else last,
         )
-        columns: list[tuple[Any, ...]] = [(*row[:8], bool(row[8]), json.loads(row[9])) for row in rows]
+        columns: list[tuple[Any, ...]] = [(*row[:8], bool(row[8]), self._json(row[9])) for row in rows]
         return [BatchRow(*row) for row in reversed(columns)]
 
     def evals(self, *, last: int | None = None) -> list[dict[str, Any]]:
         """Recorded evaluations, oldest first, or the last few of them."""
         rows = self._rows("SELECT data, at FROM evals ORDER BY id DESC LIMIT ?", -1 if last is None else last)
-        return [{**json.loads(data), "at": at} for data, at in rows][::-1]
+        return [{**self._json(data), "at": at} for data, at in rows][::-1]
 
     def group_rows(
         self,
@@ -147,7 +180,6 @@ class JournalReader:
         env: str | None = None,
         step: int | None = None,
         queued: bool = False,
-        newest_first: bool = False,
     ) -> Iterator[GroupRow]:
         """Recorded groups that still have their payload, without reading it."""
         conditions, arguments = ["1"], list[object]()
@@ -159,7 +191,7 @@ class JournalReader:
             arguments.append(step)
         if queued:
             conditions.append("step IS NULL")
-        order = "seq DESC" if newest_first else "step, slot, seq" if step is not None else "seq"
+        order = "step, slot, seq" if step is not None else "seq"
         # Only the fixed texts above are joined; values are bound.
         query = f"SELECT {GroupRow.COLUMNS} FROM groups WHERE {' AND '.join(conditions)} ORDER BY {order}"  # noqa: S608
         for row in self._rows(query, *arguments):
@@ -167,17 +199,23 @@ class JournalReader:
 
     def group(self, row: GroupRow) -> Group:
         """A group with its arrays and transcript; raises DamagedPayloadError."""
-        return group_from(
-            read_payload(self._payloads, row.place),
-            row.task,
-            version=row.version,
-            version_end=row.version_end,
-            rollouts=row.rollouts,
-            sequences=row.sequences,
-            tokens=row.tokens,
-            transcript_bytes=row.transcript_bytes,
-            part=row.part,
-        )
+        if not row.intact:
+            raise DamagedPayloadError(f"the row of {row.id!r} is not what was recorded")
+        payload = read_payload(self._payloads, row.place)
+        try:
+            return group_from(
+                payload,
+                row.task,
+                version=row.version,
+                version_end=row.version_end,
+                rollouts=row.rollouts,
+                sequences=row.sequences,
+                tokens=row.tokens,
+                transcript_bytes=row.transcript_bytes,
+                part=row.part,
+            )
+        except ValueError as error:
+            raise DamagedPayloadError(f"the payload of {row.id!r} has another size: {error}") from error
 
     def groups(self, *, env: str | None = None, step: int | None = None) -> Iterator[Group]:
         """Recorded groups with their transcripts, oldest first; those that a running orchestrator gives back are left out."""
@@ -189,29 +227,30 @@ class JournalReader:
 
     def batch(self, step: int) -> Batch | None:
         """A formed batch whose groups are still kept, the same as it was formed; None when there is none."""
-        found = self._rows("SELECT version, groups FROM batches WHERE step = ? AND kept", step)
+        found = self._rows("SELECT version, groups, row_checksum FROM batches WHERE step = ? AND kept", step)
         if not found:
             return None
-        version, count = found[0]
+        version, count, row_checksum = found[0]
         try:
             groups = tuple(self.group(row) for row in self.group_rows(step=step))
         except DamagedPayloadError as error:
             raise JournalError(f"{self._path}: batch {step} cannot be read: {error}") from error
         if len(groups) != count:
             raise JournalError(f"{self._path}: batch {step} has {len(groups)} of its {count} groups")
+        if batch_checksum(step, version, [group.id for group in groups]) != row_checksum:
+            raise JournalError(f"{self._path}: batch {step} cannot be read: its row is not what was recorded")
         return Batch(step, version, groups)
 
     def recover(self, *, world_size: int | None = None) -> Recovered:
         """What a restart needs; acknowledgements given under another world size do not count."""
-        groups, damaged = list[Group](), list[str]()
+        groups, damaged = list[Group](), list[GroupRow]()
         for row in self.group_rows(queued=True):
             try:
                 groups.append(self.group(row))
-            except DamagedPayloadError:
-                damaged.append(row.task.key)
-        kept = list(
-            self._rows("SELECT step, acknowledged_at IS NOT NULL FROM batches WHERE kept ORDER BY step")
-        )
+            except DamagedPayloadError as error:
+                damaged.append(row)
+                log.warning("journal.group_lost", group=row.id, note=f"{error}; its task is asked again")
+        kept = self._kept()
         batches = [
             batch
             for step, acknowledged in kept
@@ -225,20 +264,35 @@ class JournalReader:
             batches=batches,
             acknowledged=frozenset(step for step, acknowledged in kept if acknowledged),
             acks=self._acks(world_size),
-            resolved=self._resolved(set(damaged)),
+            resolved=self._resolved(),
             state=self.states(),
-            counters=self.counters(),
             last_step=last_step,
             last_acknowledged=last_acknowledged,
-            damaged=damaged,
+            damaged=[str(row.id) for row in damaged],
+            damaged_rows=[row.seq for row in damaged],
         )
+
+    def _kept(self) -> list[tuple[int, bool]]:
+        """The steps whose groups are there, and whether each is acknowledged; every step has a row."""
+        (count, first, last, given_back), *_ = self._rows(
+            "SELECT count(*), min(step), max(step), count(*) FILTER (WHERE NOT kept AND acknowledged_at IS NULL) FROM batches"
+        )
+        if count and (first, last) != (1, count):
+            raise JournalError(
+                f"{self._path}: has {count} batches of the steps {first} to {last}; some are lost"
+            )
+        if given_back:
+            raise JournalError(f"{self._path}: {given_back} batches are given back, but not acknowledged")
+        rows = self._rows("SELECT step, acknowledged_at IS NOT NULL FROM batches WHERE kept ORDER BY step")
+        return [(step, bool(acknowledged)) for step, acknowledged in rows]
 
     def _kept_batch(self, step: int, acknowledged: bool) -> Batch | None:
         try:
             return self.batch(step)
-        except JournalError:
+        except JournalError as error:
             # Nobody needs it who has not had it already.
             if acknowledged:
+                log.warning("journal.batch_lost", step=step, note=str(error))
                 return None
             raise
 
@@ -251,23 +305,28 @@ class JournalReader:
                 acks.setdefault(step, set()).add(rank)
         return {step: frozenset(ranks) for step, ranks in acks.items()}
 
-    def _resolved(self, damaged: set[str]) -> dict[str, tuple[int, list[int]]]:
+    def _resolved(self) -> dict[str, tuple[int, list[int]]]:
         resolved: dict[str, tuple[int, list[int]]] = {}
         for env, position in self._rows("SELECT env, position FROM low_water"):
-            resolved[env] = (position, [])
-        lost = {
-            (row.task.env, row.task.position)
-            for row in self.group_rows(queued=True)
-            if row.task.key in damaged
-        }
+            resolved[env] = (self._position(position), [])
         for env, position in self._rows("SELECT env, position FROM resolved ORDER BY env, position"):
-            if (env, position) not in lost:
-                resolved.setdefault(env, (0, []))[1].append(position)
+            resolved.setdefault(env, (0, []))[1].append(self._position(position))
         return resolved
+
+    def _position(self, position: object) -> int:
+        if not isinstance(position, int) or position < 0:
+            raise JournalError(f"{self._path}: cannot be read: {position!r} is no position of a task")
+        return position
+
+    def _json(self, text: str) -> Any:
+        try:
+            return json.loads(text)
+        except (ValueError, TypeError, RecursionError) as error:
+            raise JournalError(f"{self._path}: cannot be read: {error} in {text!r:.80}") from error
 
     def _rows(self, query: str, *arguments: object) -> list[tuple[Any, ...]]:
         # All at once: a read that stays open would keep a running orchestrator from folding its WAL.
         try:
             return self._connection.execute(query, arguments).fetchall()
-        except sqlite3.Error as error:
+        except (sqlite3.Error, OverflowError) as error:
             raise JournalError(f"{self._path}: cannot be read: {error}") from error

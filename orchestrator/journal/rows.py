@@ -1,9 +1,13 @@
 """Rows of the journal's tables: what a group and a batch look like in them, and how many are inserted at once.
 
-Pure but for `insert_rows`. The columns are documented in docs/journal.md.
+A group's and a batch's row carry a checksum over what identifies them, so that a row that changed on disk is not
+taken for the one that was recorded. Pure but for `insert_rows`. The columns are documented in docs/journal.md.
 """
 
+import json
 import sqlite3
+import zlib
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -12,15 +16,30 @@ from orchestrator.journal.payloads import Place
 
 GROUP_COLUMNS = (
     "id, env, split, position, part, task_index, epoch, version, version_end, rollouts, sequences, tokens, reward,"
-    " finished_at, segment, offset, bytes, transcript_bytes, codec, checksum"
+    " finished_at, segment, offset, bytes, transcript_bytes, codec, checksum, row_checksum"
 )
+GROUP_IDENTITY = (
+    "id, env, split, position, part, task_index, epoch, version, version_end, rollouts, sequences, tokens, bytes,"
+    " transcript_bytes, codec, checksum"
+)
+"""Columns that never change once a group is recorded: all that is covered by its row's checksum."""
 _ROWS_PER_STATEMENT = 64
+
+
+def group_checksum(identity: Sequence[object]) -> int:
+    """The checksum of a group's row, from the values of GROUP_IDENTITY; it depends on their types too."""
+    return zlib.crc32(repr(tuple(identity)).encode())
+
+
+def batch_checksum(step: int, version: int, group_ids: Sequence[str]) -> int:
+    """The checksum of a batch's row: what it is trained on, and which groups are in it, in which order."""
+    return zlib.crc32(json.dumps([step, version, group_ids]).encode())
 
 
 def group_row(group: Group, place: Place, now: float) -> tuple[object, ...]:
     """The values of GROUP_COLUMNS."""
     task = group.task
-    return (
+    named = (
         group.id,
         task.env,
         task.split,
@@ -33,15 +52,10 @@ def group_row(group: Group, place: Place, now: float) -> tuple[object, ...]:
         group.rollouts,
         group.size,
         len(group.tokens),
-        float(np.add.reduce(group.rewards)) / max(group.size, 1),
-        now,
-        place.segment,
-        place.offset,
-        place.bytes,
-        len(group.transcript),
-        place.codec,
-        place.checksum,
     )
+    stored = (place.bytes, len(group.transcript), place.codec, place.checksum)
+    reward = float(np.add.reduce(group.rewards)) / max(group.size, 1)
+    return (*named, reward, now, place.segment, place.offset, *stored, group_checksum((*named, *stored)))
 
 
 def insert_rows(connection: sqlite3.Connection, into: str, rows: list[tuple[object, ...]]) -> None:

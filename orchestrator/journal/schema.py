@@ -1,30 +1,22 @@
 """The journal's database: its tables, its version, and how a connection to it is opened.
 
-Owns the SQL that creates the tables (documented for the sqlite3 shell in docs/journal.md), the settings that
-every connection needs, and the lock that keeps a second orchestrator out of a run directory. The database is in
-WAL mode and is checkpointed by its one writer only, never automatically: the writer has payload files to
-bring to disk first. Reads and writes of rows are elsewhere.
+Owns the SQL that creates the tables (documented for the sqlite3 shell in docs/journal.md) and the settings that every
+connection needs. The database is in WAL mode and is checkpointed by its one writer only, never automatically: the
+writer has payload files to bring to disk first, and knows what the file looks like afterwards. An older schema is
+brought up to date by `migrations`, a newer one is refused. Reads and writes of rows are elsewhere.
 """
 
-import fcntl
 import os
 import sqlite3
+import uuid
 from pathlib import Path
-from typing import IO
 
 from orchestrator.errors import JournalError
+from orchestrator.journal.directory import open_private
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 APPLICATION_ID = 0x524C4F4A
 """Tells a journal from any other SQLite file."""
-
-DIRECTORY = "journal"
-"""Directory of the journal in the run directory, and in it:"""
-DATABASE = "journal.sqlite3"
-PAYLOADS = "payloads"
-
-LOCK = "lock"
-"""File in the run directory that is locked while an orchestrator uses it."""
 
 TABLES = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
@@ -52,7 +44,8 @@ CREATE TABLE groups (
     bytes INTEGER NOT NULL,
     transcript_bytes INTEGER NOT NULL,
     codec INTEGER NOT NULL,
-    checksum INTEGER NOT NULL
+    checksum INTEGER NOT NULL,
+    row_checksum INTEGER NOT NULL DEFAULT 0
 );
 CREATE INDEX groups_by_step ON groups (step, slot) WHERE step IS NOT NULL;
 
@@ -66,7 +59,8 @@ CREATE TABLE batches (
     envs TEXT NOT NULL,
     formed_at REAL NOT NULL,
     acknowledged_at REAL,
-    kept INTEGER NOT NULL DEFAULT 1
+    kept INTEGER NOT NULL DEFAULT 1,
+    row_checksum INTEGER NOT NULL DEFAULT 0
 );
 CREATE INDEX batches_kept ON batches (kept, step);
 
@@ -107,11 +101,10 @@ CREATE TABLE evals (
 
 
 def open_for_writing(path: Path) -> sqlite3.Connection:
-    """The writer's connection; creates the tables in a new file."""
-    try:
-        connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=5.0)
-    except sqlite3.Error as error:
-        raise JournalError(f"{path}: cannot be opened: {error}; is the run directory writable?") from error
+    """The writer's connection, with nothing created or changed yet; raises sqlite3.Error and OSError."""
+    if not path.exists():
+        os.close(open_private(path, os.O_RDWR | os.O_CREAT))
+    connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=5.0)
     try:
         mode = connection.execute("PRAGMA journal_mode = WAL").fetchone()[0]
         if mode != "wal":
@@ -120,89 +113,59 @@ def open_for_writing(path: Path) -> sqlite3.Connection:
             )
         connection.execute("PRAGMA wal_autocheckpoint = 0")
         connection.execute("PRAGMA synchronous = NORMAL")
-        version = connection.execute("PRAGMA user_version").fetchone()[0]
-        if version == 0:
-            connection.executescript(
-                f"BEGIN IMMEDIATE; {TABLES} PRAGMA application_id = {APPLICATION_ID};"
-                f" PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;"
-            )
-        else:
-            check_version(path, connection)
-    except sqlite3.Error as error:
-        connection.close()
-        raise JournalError(
-            f"{path}: {error}; is the run directory writable and the file a journal?"
-        ) from error
-    except JournalError:
+    except (sqlite3.Error, JournalError):
         connection.close()
         raise
     return connection
+
+
+def create_tables(connection: sqlite3.Connection) -> None:
+    """Make a new journal of an empty database: the tables and the name of the run."""
+    connection.executescript(
+        f"BEGIN IMMEDIATE; {TABLES} PRAGMA application_id = {APPLICATION_ID};"
+        f" PRAGMA user_version = {SCHEMA_VERSION};"
+    )
+    connection.execute("INSERT INTO meta VALUES ('run_id', ?)", (uuid.uuid4().hex,))
+    connection.execute("COMMIT")
 
 
 def open_for_reading(path: Path) -> sqlite3.Connection:
-    """A connection that can change nothing; a running orchestrator goes on beside it."""
-    if not path.is_file():
-        raise JournalError(f"{path}: there is no journal here; is this the run_dir of a run?")
-    try:
-        connection = sqlite3.connect(
-            f"{path.resolve().as_uri()}?mode=ro", uri=True, isolation_level=None, timeout=5.0
-        )
-    except sqlite3.Error as error:
-        raise JournalError(f"{path}: cannot be read: {error}") from error
+    """A connection that can change nothing, to a file of any version; raises sqlite3.Error."""
+    connection = sqlite3.connect(
+        f"{path.resolve().as_uri()}?mode=ro", uri=True, isolation_level=None, timeout=5.0
+    )
     try:
         connection.execute("PRAGMA query_only = 1")
-        check_version(path, connection)
-    except sqlite3.Error as error:
-        connection.close()
-        raise JournalError(f"{path}: cannot be read: {error}") from error
-    except JournalError:
+    except sqlite3.Error:
         connection.close()
         raise
     return connection
 
 
-def check_version(path: Path, connection: sqlite3.Connection) -> None:
-    """Raise JournalError unless the file is a journal of this version."""
+def version_of(path: Path, connection: sqlite3.Connection) -> int:
+    """The schema of a journal, 0 when the database is empty; raises JournalError when it is something else."""
     application = connection.execute("PRAGMA application_id").fetchone()[0]
-    version = connection.execute("PRAGMA user_version").fetchone()[0]
-    if application != APPLICATION_ID:
+    version: int = connection.execute("PRAGMA user_version").fetchone()[0]
+    tables = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
+    if application == 0 and version == 0 and tables == 0:
+        return 0
+    if application != APPLICATION_ID or version < 1:
         raise JournalError(f"{path}: an SQLite file, but not a journal; use another run_dir")
-    if version != SCHEMA_VERSION:
+    if version > SCHEMA_VERSION:
         raise JournalError(
             f"{path}: written with journal schema {version}, this orchestrator has {SCHEMA_VERSION}; "
-            "finish the run with the version that started it, or start over with --fresh"
+            "go on with the version that wrote it, or start over with --fresh"
         )
+    return version
 
 
-def lock_run_dir(run_dir: Path) -> IO[str]:
-    """Take the run directory for this process, until the file that is returned is closed."""
-    path = run_dir / LOCK
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        file = path.open("a+", encoding="utf-8")
-    except OSError as error:
-        raise JournalError(f"{run_dir}: the run directory cannot be written: {error.strerror}") from error
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        file.seek(0)
-        owner = file.read().strip() or "another process"
-        file.close()
+def check_readable(path: Path, connection: sqlite3.Connection) -> None:
+    """Raise JournalError unless the file is a journal of this schema; who only reads cannot bring it up to date."""
+    version = version_of(path, connection)
+    if version == 0:
+        raise JournalError(f"{path}: this journal is empty; is this the run_dir of a run?")
+    if version < SCHEMA_VERSION:
         raise JournalError(
-            f"{run_dir}: in use by {owner}; stop that orchestrator or choose another run_dir"
-        ) from error
-    file.truncate(0)
-    file.write(f"pid {os.getpid()} on {os.uname().nodename}\n")
-    file.flush()
-    return file
-
-
-def move_aside(run_dir: Path) -> Path | None:
-    """Give way to a fresh run: an old journal is renamed to `journal.old-N`. None when there is none."""
-    journal = run_dir / DIRECTORY
-    if not journal.exists():
-        return None
-    number = 1
-    while (aside := run_dir / f"{DIRECTORY}.old-{number}").exists():
-        number += 1
-    return journal.rename(aside)
+            f"{path}: written with journal schema {version}, this orchestrator reads {SCHEMA_VERSION}; open it once "
+            "with `orchestrator run`, which brings it up to date, or read it with the version that wrote it"
+        )

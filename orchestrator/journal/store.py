@@ -17,16 +17,10 @@ from typing import Any
 
 from orchestrator.errors import JournalError
 from orchestrator.groups.group import Batch, Group
-from orchestrator.journal.payloads import (
-    SEGMENT_BYTES,
-    DamagedPayloadError,
-    PayloadWriter,
-    Place,
-    parts_of,
-    segments_in,
-)
-from orchestrator.journal.rows import GROUP_COLUMNS, group_row, insert_rows, shares_of
-from orchestrator.journal.schema import DATABASE, DIRECTORY, PAYLOADS, open_for_writing
+from orchestrator.journal.directory import DATABASE, DIRECTORY, PAYLOADS, make_private
+from orchestrator.journal.opening import open_checked, set_generation
+from orchestrator.journal.payloads import DamagedPayloadError, PayloadWriter, Place, parts_of, segments_in
+from orchestrator.journal.rows import GROUP_COLUMNS, batch_checksum, group_row, insert_rows, shares_of
 
 CHECKPOINT_BYTES = 16 * 1024 * 1024
 """Size of the WAL at which it is folded into the database."""
@@ -40,35 +34,45 @@ class JournalStore:
         run_dir: Path,
         *,
         keep_batches: int,
-        compress: int = 0,
-        fsync: bool = True,
-        segment_bytes: int = SEGMENT_BYTES,
+        compress: int,
+        fsync: bool,
+        segment_bytes: int,
     ) -> None:
         directory = run_dir / DIRECTORY
-        directory.mkdir(exist_ok=True)
+        make_private(directory)
         self._path = directory / DATABASE
         self._wal = directory / f"{DATABASE}-wal"
         self._keep_batches = keep_batches
         self._fsync = fsync
-        self._connection = open_for_writing(self._path)
+        self._connection, self._mark = open_checked(directory, fsync=fsync)
         try:
             self._payloads = PayloadWriter(
-                directory / PAYLOADS, compress=compress, segment_bytes=segment_bytes
+                directory / PAYLOADS,
+                run_id=self._mark.mark.run_id,
+                compress=compress,
+                segment_bytes=segment_bytes,
             )
-            # Bytes per segment that rows refer to. A segment that none refers to is an uncommitted rest.
+            self._payloads.step = self._mark.mark.step
+            # Bytes per segment that rows refer to. A segment that none refers to is an uncommitted rest; one that
+            # rows refer to and that is not there has taken its groups along, which `recover` finds out.
             self._live: dict[int, int] = dict.fromkeys(segments_in(directory / PAYLOADS), 0)
-            self._live.update(
-                self._connection.execute("SELECT segment, sum(bytes) FROM groups GROUP BY segment")
-            )
+            for segment, size in self._connection.execute(
+                "SELECT segment, sum(bytes) FROM groups GROUP BY segment"
+            ).fetchall():
+                if segment in self._live:
+                    self._live[segment] = size
             self._give_back()
         except (OSError, sqlite3.Error) as error:
             self._connection.close()
+            self._mark.close()
             raise JournalError(f"{self._path}: cannot be used: {error}") from error
         self._segment_bytes = segment_bytes
         self._new_groups: list[tuple[object, ...]] = []
         self._new_resolved: list[tuple[object, ...]] = []
         self._counted: Counter[tuple[str, str]] = Counter()
         self._changed: Counter[int] = Counter()
+        # The last step formed and acknowledged: in this transaction, and as committed.
+        self._ends = self._committed_ends = (self._mark.mark.step, self._mark.mark.acknowledged)
         self._now = 0.0
         self._next_checkpoint_bytes = CHECKPOINT_BYTES
 
@@ -80,10 +84,9 @@ class JournalStore:
 
     def add_group(self, group: Group) -> None:
         place = self._payloads.add(parts_of(group))
-        task = group.task
         self._new_groups.append(group_row(group, place, self._now))
         self._changed[place.segment] += place.bytes
-        self.add_task(task.env, task.position, "finished")
+        self._counted[group.env, "finished"] += 1
 
     def add_task(self, env: str, position: int, outcome: str) -> None:
         self._new_resolved.append((env, position, outcome))
@@ -109,25 +112,24 @@ class JournalStore:
         self._counted[whole.env, "finished"] -= len(parts)
         self._counted[whole.env, "split"] += 1
 
-    def forget_damaged(self, group_ids: Collection[str]) -> None:
-        """Delete groups whose payload a power cut took, so that their tasks count as not done."""
-        for group_id in group_ids:
-            for env, position, segment, size in self._connection.execute(
-                "DELETE FROM groups WHERE id = ? AND step IS NULL RETURNING env, position, segment, bytes",
-                (group_id,),
+    def forget_damaged(self, rows: Collection[int]) -> None:
+        """Delete queued groups that cannot be read, by their `seq`; their tasks are not resolved, so they are asked again."""
+        for seq in rows:
+            for env, segment, size in self._connection.execute(
+                "DELETE FROM groups WHERE seq = ? AND step IS NULL RETURNING env, segment, bytes", (seq,)
             ).fetchall():
-                self._connection.execute(
-                    "DELETE FROM resolved WHERE env = ? AND position = ?", (env, position)
-                )
-                self._changed[segment] -= size
+                if segment in self._live:
+                    self._changed[segment] -= size
                 self._counted[env, "damaged"] += 1
 
     def add_batch(self, batch: Batch) -> None:
+        """Groups become a batch, which resolves their tasks."""
         self._insert_new()
+        ids = [group.id for group in batch.groups]
         changed = self._connection.execute(
             "UPDATE groups SET step = ?, slot = chosen.key FROM json_each(?) AS chosen"
             " WHERE groups.id = chosen.value AND groups.step IS NULL",
-            (batch.step, json.dumps([group.id for group in batch.groups])),
+            (batch.step, json.dumps(ids)),
         ).rowcount
         if changed != len(batch.groups):
             raise JournalError(
@@ -135,13 +137,15 @@ class JournalStore:
             )
         for group in batch.groups:
             self._counted[group.env, "batched"] += 1
+            self._new_resolved.append((group.env, group.task.position, "trained"))
+        self._ends = (batch.step, self._ends[1])
         shares = shares_of(batch)
         sequences = batch.size
         reward = sum(share["reward"] * share["sequences"] for share in shares.values()) / max(sequences, 1)
         tokens = sum(len(group.tokens) for group in batch.groups)
         self._connection.execute(
-            "INSERT INTO batches (step, version, groups, sequences, tokens, reward, envs, formed_at)"
-            " VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+            "INSERT INTO batches (step, version, groups, sequences, tokens, reward, envs, formed_at, row_checksum)"
+            " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
             (
                 batch.step,
                 batch.version,
@@ -151,6 +155,7 @@ class JournalStore:
                 reward,
                 json.dumps(shares),
                 self._now,
+                batch_checksum(batch.step, batch.version, ids),
             ),
         )
 
@@ -165,6 +170,7 @@ class JournalStore:
             "UPDATE batches SET acknowledged_at = ? WHERE step = ? AND acknowledged_at IS NULL",
             (self._now, step),
         )
+        self._ends = (self._ends[0], max(step, self._ends[1]))
         beyond = self._connection.execute(
             "SELECT step FROM batches WHERE kept AND acknowledged_at IS NOT NULL ORDER BY step DESC LIMIT -1 OFFSET ?",
             (self._keep_batches,),
@@ -212,6 +218,9 @@ class JournalStore:
             self._payloads.sync()
         self._connection.execute("COMMIT")
         self._payloads.keep()
+        self._committed_ends = self._ends
+        if sync or not self._fsync:
+            self._payloads.step = self._ends[0]
         for segment, change in self._changed.items():
             self._live[segment] = self._live.get(segment, 0) + change
         self._clear()
@@ -227,19 +236,34 @@ class JournalStore:
         self._clear()
 
     def tidy(self, *, force: bool = False) -> None:
-        """Between transactions: move the last payloads out of old segments, fold a long WAL into the database."""
+        """Between transactions: mark a new batch, move the last payloads out of old segments, fold a long WAL."""
+        step, acknowledged = self._committed_ends
+        if step > self._mark.mark.step:
+            # A batch's commit was brought to disk, and everything before it too.
+            self._mark.write(step=step, acknowledged=acknowledged)
         self._compact()
         if force or self._wal_bytes() > self._next_checkpoint_bytes:
-            # The checkpoint makes rows durable, so the payloads that they refer to go to disk first.
-            if self._fsync:
-                self._payloads.sync()
-            # TRUNCATE leaves an empty WAL: whatever is torn off a later one, the rest is a consistent prefix.
-            # Somebody who reads meanwhile prevents it; then the WAL grows and this is tried again, without waiting.
-            self._connection.execute("PRAGMA busy_timeout = 0")
-            busy, *_ = self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
-            self._connection.execute("PRAGMA busy_timeout = 5000")
-            self._next_checkpoint_bytes = CHECKPOINT_BYTES + (self._wal_bytes() if busy else 0)
-            self._give_back()
+            self._fold(last=force)
+
+    def _fold(self, *, last: bool) -> None:
+        """Fold the WAL into the database, which makes the last rows durable and changes the file."""
+        # The payloads that they refer to go to disk first.
+        if self._fsync:
+            self._payloads.sync()
+        self._mark.write(database=None)
+        # TRUNCATE leaves an empty WAL: whatever is torn off a later one, the rest is a consistent prefix.
+        # Somebody who reads meanwhile prevents it; then the WAL grows and this is tried again, without waiting.
+        self._connection.execute("PRAGMA busy_timeout = 0")
+        busy, *_ = self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+        self._connection.execute("PRAGMA busy_timeout = 5000")
+        self._next_checkpoint_bytes = CHECKPOINT_BYTES + (self._wal_bytes() if busy else 0)
+        generation = self._mark.mark.generation
+        if not last:
+            # So that there is always something in the WAL that would be missed if the file were lost.
+            generation += 1
+            set_generation(self._connection, generation, fsync=self._fsync)
+        self._mark.write_digest(generation=generation)
+        self._give_back()
 
     def _compact(self) -> None:
         """Rewrite what is left in the oldest segment when most of the disk space holds nothing that is needed.
@@ -285,6 +309,7 @@ class JournalStore:
     def close(self) -> None:
         try:
             self._connection.close()
+            self._mark.close()
         finally:
             self._payloads.close()
 
@@ -299,3 +324,4 @@ class JournalStore:
         self._new_resolved.clear()
         self._counted.clear()
         self._changed.clear()
+        self._ends = self._committed_ends

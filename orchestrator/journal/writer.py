@@ -3,7 +3,8 @@
 Records are handed over in order and committed in order, many at a time: after `commit_interval_s`, earlier when
 `commit_bytes` are waiting, at once when somebody waits for durability. Callbacks run on the event loop, all
 those of one commit in one hop. A write that fails stops the thread from trying again on its own: the
-records stay in memory, `on_error` is called once, and `close` makes one last attempt.
+records stay in memory, `on_error` is called once, and `close` makes one last attempt. When more than
+`max_backlog_bytes` have waited and no longer do, `on_drained` is called.
 """
 
 import asyncio
@@ -30,14 +31,19 @@ class JournalWriter:
         *,
         loop: asyncio.AbstractEventLoop,
         on_error: Callable[[JournalError], None],
+        on_drained: Callable[[], None],
         commit_interval_s: float,
         commit_bytes: int,
+        max_backlog_bytes: int,
     ) -> None:
         self._store = store
         self._loop = loop
         self._on_error = on_error
+        self._on_drained = on_drained
         self._interval_s = commit_interval_s
         self._commit_bytes = commit_bytes
+        self._max_backlog_bytes = max_backlog_bytes
+        self._was_full = False
         self._changed = threading.Condition()
         self._records: list[Apply] = []
         self._callbacks: list[Callable[[], None]] = []
@@ -55,6 +61,11 @@ class JournalWriter:
         """Bytes recorded and not yet committed."""
         return self._queued_bytes + self._writing_bytes
 
+    @property
+    def full(self) -> bool:
+        """Whether more waits than may."""
+        return self.backlog_bytes > self._max_backlog_bytes
+
     def add(self, record: Apply, size: int = 0, on_durable: Callable[[], None] | None = None) -> None:
         """Line a record up; with `on_durable` it is committed and brought to disk as soon as possible."""
         with self._changed:
@@ -63,6 +74,7 @@ class JournalWriter:
             first = not self._records and not self._callbacks
             self._records.append(record)
             self._queued_bytes += size
+            self._was_full |= self.full
             if on_durable is not None:
                 self._callbacks.append(on_durable)
                 self._urgent = True
@@ -138,6 +150,11 @@ class JournalWriter:
     def _finish(self, callbacks: list[Callable[[], None]]) -> None:
         with self._changed:
             self._writing_bytes = 0
+            drained = self._was_full and not self.full
+            if drained:
+                self._was_full = False
+        if drained:
+            callbacks = [*callbacks, self._on_drained]
         if callbacks:
             self._post(_call_all, callbacks)
 

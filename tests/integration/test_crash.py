@@ -151,13 +151,15 @@ class World:
         record.check(world_size=RANKS, batch_size=BATCH)
         with JournalReader(self.run_dir) as reader:
             recovered = reader.recover(world_size=RANKS)
+            counters = reader.counters()
         assert not recovered.damaged
         assert all(line["version"] == step - 1 for (step, _), line in record.batches.items()), (
             "the trainer publishes a version for every step, so step s is trained on version s - 1"
         )
         places = self._places(record, recovered)
         for name in self.asked:
-            self._check_tasks(name, recovered, [place for place in places if place.startswith(f"{name}/")])
+            groups = [place for place in places if place.startswith(f"{name}/")]
+            self._check_tasks(name, recovered, groups, counters[name])
         self._check_indices(record)
         return record
 
@@ -176,13 +178,16 @@ class World:
         assert all(step <= recovered.last_step for step, _ in record.batches)
         return places
 
-    def _check_tasks(self, name: str, recovered: Recovered, groups: list[str]) -> None:
+    def _check_tasks(
+        self, name: str, recovered: Recovered, groups: list[str], counts: dict[str, int]
+    ) -> None:
         """No task of an env was skipped, done twice, or called done without anything to show for it."""
         low, above = recovered.resolved[name]
+        queued = {group.task.position for group in recovered.groups if group.env == name}
+        assert not queued & {*range(low), *above}, "a task is resolved whose group waits for a batch"
         resolved = [*range(low), *above]
         grouped = {int(group.rpartition("/")[2]) for group in groups}
-        assert grouped <= set(resolved)
-        counts = recovered.counters[name]
+        assert grouped - queued <= set(resolved)
         evicted = sum(n for what, n in counts.items() if what.startswith("evicted"))
         assert self.mixed_sizes or evicted == 0, "paced work of one size is never too old"
         ended_without = sum(n for what, n in counts.items() if what.startswith("given_up"))
@@ -193,15 +198,16 @@ class World:
             *(w for w in counts if "given_up" in w),
         }
         assert counts["finished"] == len(grouped) + evicted, "a finished and recorded group is lost"
-        assert counts["finished"] + ended_without == len(resolved), "a position was resolved twice, or never"
+        assert len(grouped - queued) + ended_without == len(resolved), (
+            "a position was resolved twice, or never"
+        )
         if name != "flaky":
             assert ended_without == 0
         expected = task_indices(name, max(resolved) + 1)
-        if not evicted:
-            missing = set(resolved) - grouped
-            unanswered = {position for position in missing if expected[position] % 5 == 0}
-            busy = sum(n for what, n in counts.items() if what == "given_up:sandbox_busy")
-            assert len(missing - unanswered) == busy, "a task was given up that could have been done"
+        missing = set(resolved) - grouped
+        unanswered = {position for position in missing if expected[position] % 5 == 0}
+        busy = sum(n for what, n in counts.items() if what == "given_up:sandbox_busy")
+        assert len(missing - unanswered) == busy, "a task was given up that could have been done"
         asked = Counter(map(int, self.asked[name].read_text().split()))
         owed = Counter(expected[position] for position in resolved)
         assert all(asked[index] >= times for index, times in owed.items()), "a task was never asked for"

@@ -15,8 +15,6 @@ from structlog.testing import capture_logs
 
 from envs.curve import ServerKeys, generate_pair
 from orchestrator.errors import TrainerLinkError
-from orchestrator.groups.group import Batch
-from orchestrator.journal import Journal
 from orchestrator.trainer import AsyncTrainerClient, TrainerClient
 from orchestrator.trainer.protocol import (
     PROTOCOL,
@@ -32,6 +30,7 @@ from orchestrator.trainer.protocol import (
 )
 from tests.support.journal_groups import make_batch
 from tests.support.trainer_links import make_server
+from tests.support.journal_opening import open_journal
 from tests.support.trainer_victim import digest
 from tests.support.waiting import until
 from tests.trainer.recorded import read_recorded, recorded_batch
@@ -439,7 +438,7 @@ async def test_nonsense_on_the_socket_does_not_disturb_the_service() -> None:
 async def test_what_a_trainer_was_told_holds_after_a_crash(tmp_path: Path) -> None:
     """With the journal behind it: an answered ack is on disk, and the batch is the same when served again."""
     address = f"ipc://{tmp_path}/s"
-    async with Journal.open(tmp_path / "run") as journal:
+    async with open_journal(tmp_path / "run") as journal:
         for step in (1, 2):
             for group in make_batch(step).groups:
                 journal.record_group(group)
@@ -450,7 +449,7 @@ async def test_what_a_trainer_was_told_holds_after_a_crash(tmp_path: Path) -> No
             keep=0,
             load=journal.load_batch,
             when_durable=journal.when_durable,
-            on_rank_ack=journal.record_ack,
+            on_rank_ack=lambda step, rank: journal.record_ack(step, rank, world_size=1),
             on_ack=journal.record_acknowledged,
         )
         async with server:
@@ -469,7 +468,7 @@ async def test_what_a_trainer_was_told_holds_after_a_crash(tmp_path: Path) -> No
                 assert second is not None
                 digest_of_second = digest(second)
                 trainer._in_hand = None
-    async with Journal.open(tmp_path / "run") as journal:
+    async with open_journal(tmp_path / "run") as journal:
         again = journal.recover(world_size=1)
         server = make_server(bind=address, world_size=1, run=journal.run_id, last_step=again.last_step)
         for batch in again.batches:

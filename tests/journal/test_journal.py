@@ -12,12 +12,14 @@ import pytest
 from orchestrator.errors import JournalError
 from orchestrator.groups.group import Batch
 from orchestrator.journal import Journal, JournalReader, Recovered
+from orchestrator.journal.payloads import Place
 from tests.support.journal_groups import batch_facts, facts, make_batch, make_group
+from tests.support.journal_opening import open_journal
 
 
 @asynccontextmanager
 async def opened(run_dir: Path, **options: Any) -> AsyncIterator[Journal]:
-    async with Journal.open(run_dir, commit_interval_s=0.01, **options) as journal:
+    async with open_journal(run_dir, commit_interval_s=0.01, **options) as journal:
         yield journal
 
 
@@ -26,6 +28,18 @@ async def record_durably(journal: Journal, batch: Batch) -> None:
     durable = asyncio.Event()
     journal.record_batch(batch, durable.set)
     await durable.wait()
+
+
+def counters(run_dir: Path) -> dict[str, dict[str, int]]:
+    with JournalReader(run_dir) as reader:
+        return reader.counters()
+
+
+def damage(run_dir: Path, place: Place) -> None:
+    """Overwrite a part of a payload."""
+    with (run_dir / "journal" / "payloads" / f"{place.segment:08d}.bin").open("r+b") as file:
+        file.seek(place.offset + 20)
+        file.write(bytes(16))
 
 
 async def recovered(run_dir: Path, **options: Any) -> Recovered:
@@ -43,7 +57,7 @@ async def test_finished_groups_come_back_whole_and_in_the_order_of_recording(tmp
             journal.record_group(group)
     again = await recovered(tmp_path)
     assert [facts(group) for group in again.groups] == [facts(group) for group in groups]
-    assert again.resolved == {"math": (0, [1, 3]), "code": (0, [0, 9])}
+    assert again.resolved == {}, "a task is resolved when its group is in a batch"
     assert again.last_step == 0
     assert not again.batches
 
@@ -92,6 +106,7 @@ async def test_a_formed_batch_is_the_same_after_a_restart_and_its_groups_are_que
     again = await recovered(tmp_path)
     assert [batch_facts(found) for found in again.batches] == [batch_facts(batch)]
     assert [group.task.position for group in again.groups] == [1, 2, 4]
+    assert again.resolved == {"math": (0, [0, 3])}
     assert again.last_step == 1
     assert again.last_acknowledged == 0
 
@@ -142,20 +157,26 @@ async def test_resolved_positions_are_pruned_below_the_low_water_mark(tmp_path: 
         journal.prune("math", 3)
         journal.record_group(make_group(8))
     again = await recovered(tmp_path)
-    assert again.resolved == {"math": (4, [4, 5, 8]), "code": (0, [2])}
-    assert again.counters == {"code": {"given_up": 1}, "math": {"filtered": 6, "finished": 1}}
+    assert again.resolved == {"math": (4, [4, 5]), "code": (0, [2])}
+    assert counters(tmp_path) == {"code": {"given_up": 1}, "math": {"filtered": 6, "finished": 1}}
 
 
-async def test_an_evicted_group_is_gone_and_its_task_stays_resolved(tmp_path: Path) -> None:
-    """Eviction is an outcome: the task is not asked again."""
+async def test_an_evicted_group_is_gone_and_its_task_can_be_asked_again(tmp_path: Path) -> None:
+    """The position is not resolved, and the group that comes of asking again is recorded like any other."""
     async with opened(tmp_path) as journal:
         journal.record_group(make_group(0))
         journal.record_group(make_group(1))
         journal.evict_group(make_group(0), "stale")
     again = await recovered(tmp_path)
     assert [group.task.position for group in again.groups] == [1]
-    assert again.resolved == {"math": (0, [0, 1])}
-    assert again.counters["math"]["evicted: stale"] == 1
+    assert again.resolved == {}
+    assert counters(tmp_path)["math"]["evicted: stale"] == 1
+    async with opened(tmp_path) as journal:
+        journal.record_group(make_group(0))
+        await record_durably(journal, Batch(1, 0, (make_group(0),)))
+    again = await recovered(tmp_path)
+    assert [group.task.position for group in again.groups] == [1]
+    assert again.resolved == {"math": (0, [0])}
 
 
 async def test_states_evals_and_meta_survive_and_the_latest_state_wins(tmp_path: Path) -> None:
@@ -178,7 +199,7 @@ async def test_states_evals_and_meta_survive_and_the_latest_state_wins(tmp_path:
 
 async def test_flush_returns_when_everything_before_it_is_on_disk(tmp_path: Path) -> None:
     """A reader sees what was recorded before flush, even with a long commit interval."""
-    async with Journal.open(tmp_path, commit_interval_s=3600) as journal:
+    async with open_journal(tmp_path, commit_interval_s=3600) as journal:
         journal.record_group(make_group(0))
         await journal.flush()
         with JournalReader(tmp_path) as reader:
@@ -189,7 +210,7 @@ async def test_the_backlog_is_bounded_by_a_flag_that_clears_when_the_disk_has_ca
     tmp_path: Path,
 ) -> None:
     """`full` is what stops dispatch while the disk is behind."""
-    async with Journal.open(tmp_path, commit_interval_s=3600, max_backlog_bytes=1000) as journal:
+    async with open_journal(tmp_path, commit_interval_s=3600, max_backlog_bytes=1000) as journal:
         await journal.flush()
         assert not journal.full
         journal.record_group(make_group(0, size=8))
@@ -200,11 +221,46 @@ async def test_the_backlog_is_bounded_by_a_flag_that_clears_when_the_disk_has_ca
         assert not journal.full
 
 
+async def test_who_waits_for_room_in_the_backlog_is_told_when_there_is_some(tmp_path: Path) -> None:
+    """Once each time that the journal was full and is not any more, on the event loop; not for other commits."""
+    async with open_journal(tmp_path, commit_interval_s=0.01, max_backlog_bytes=1000) as journal:
+        seen: list[bool] = []
+        room = asyncio.Event()
+
+        def on_room() -> None:
+            assert asyncio.get_running_loop()
+            seen.append(journal.full)
+            room.set()
+
+        journal.on_room = on_room
+        journal.record_task("math", 100, "filtered")
+        await journal.flush()
+        assert seen == []
+        for position in range(2):
+            journal.record_group(make_group(position, size=8))
+            await room.wait()
+            room.clear()
+        assert seen == [False, False]
+
+
+async def test_a_journal_that_cannot_be_written_has_no_room(tmp_path: Path) -> None:
+    """It stays full: nobody is told to go on."""
+    journal = open_journal(tmp_path, commit_interval_s=0.01, max_backlog_bytes=100)
+    journal.on_room = lambda: pytest.fail("there is no room")
+    journal.record_batch(make_batch(1), lambda: None)
+    with pytest.raises(JournalError, match="batch 1"):
+        await journal.flush()
+    assert journal.full
+    with pytest.raises(JournalError, match="batch 1"):
+        await journal.aclose()
+    assert journal.full
+
+
 async def test_a_second_orchestrator_on_the_run_directory_is_refused_by_name(tmp_path: Path) -> None:
     """The message names the directory and the process that uses it."""
     async with opened(tmp_path):
         with pytest.raises(JournalError, match=r"in use by pid \d+"):
-            Journal.open(tmp_path)
+            open_journal(tmp_path)
     async with opened(tmp_path):
         pass
 
@@ -233,13 +289,13 @@ async def test_a_journal_of_another_schema_and_a_file_that_is_none_are_refused(t
     with sqlite3.connect(path) as connection:
         connection.execute("PRAGMA user_version = 99")
     connection.close()
-    with pytest.raises(JournalError, match="schema 99, this orchestrator has 1"):
-        Journal.open(tmp_path)
+    with pytest.raises(JournalError, match="schema 99, this orchestrator has 2"):
+        open_journal(tmp_path)
     for name in (path, path.with_name(path.name + "-wal"), path.with_name(path.name + "-shm")):
         name.unlink(missing_ok=True)
     path.write_bytes(b"something else altogether" * 100)
     with pytest.raises(JournalError, match="journal"):
-        Journal.open(tmp_path)
+        open_journal(tmp_path)
     async with opened(tmp_path, fresh=True):
         pass
 
@@ -248,7 +304,7 @@ async def test_a_run_directory_that_cannot_be_written_is_an_error_with_its_name(
     """A mistake in the config is one clear line."""
     (tmp_path / "file").write_text("")
     with pytest.raises(JournalError, match="the run directory cannot be written"):
-        Journal.open(tmp_path / "file" / "run")
+        open_journal(tmp_path / "file" / "run")
 
 
 async def test_a_batch_of_unrecorded_groups_is_an_error_and_what_was_recorded_before_stays(
@@ -262,7 +318,7 @@ async def test_a_batch_of_unrecorded_groups_is_an_error_and_what_was_recorded_be
         errors.append(error)
         failed.set()
 
-    journal = Journal.open(tmp_path, commit_interval_s=0.01, on_error=on_error)
+    journal = open_journal(tmp_path, commit_interval_s=0.01, on_error=on_error)
     journal.record_group(make_group(0))
     await journal.flush()
     journal.record_batch(
@@ -285,16 +341,51 @@ async def test_a_damaged_payload_costs_its_group_and_its_task_is_asked_again(tmp
             journal.record_group(make_group(position))
     with JournalReader(tmp_path) as reader:
         place = [row.place for row in reader.group_rows()][1]
-    with (tmp_path / "journal" / "payloads" / f"{place.segment:08d}.bin").open("r+b") as file:
-        file.seek(place.offset + 20)
-        file.write(bytes(16))
+    damage(tmp_path, place)
     async with opened(tmp_path) as journal:
         again = journal.recover()
         assert again.damaged == ["math/train/1"]
         assert [group.task.position for group in again.groups] == [0, 2]
-        assert again.resolved == {"math": (0, [0, 2])}
+        assert again.resolved == {}
         journal.record_group(make_group(1))
     assert [group.task.position for group in (await recovered(tmp_path)).groups] == [0, 2, 1]
+
+
+async def test_a_damaged_part_of_a_split_group_costs_that_part_alone(tmp_path: Path) -> None:
+    """The other part is in a batch or in the queue as before, and the task stays resolved if it is in a batch."""
+    whole, other = make_group(0), make_group(1)
+    async with opened(tmp_path) as journal:
+        journal.record_group(whole)
+        journal.record_group(other)
+        first, rest = journal.split_group(whole, 3)
+        await record_durably(journal, Batch(1, 0, (first,)))
+        one, two = journal.split_group(other, 2)
+    with JournalReader(tmp_path) as reader:
+        places = {row.id: row.place for row in reader.group_rows(queued=True)}
+    for name in (rest.id, two.id):
+        damage(tmp_path, places[name])
+    async with opened(tmp_path) as journal:
+        again = journal.recover()
+        assert again.damaged == [rest.id, two.id]
+        assert [group.id for group in again.groups] == [one.id]
+        assert again.resolved == {"math": (0, [0])}
+    again = await recovered(tmp_path)
+    assert again.damaged == []
+    assert [group.id for group in again.groups] == [one.id]
+    assert [facts(group) for group in again.batches[0].groups] == [facts(first)]
+
+
+async def test_evicting_the_rest_of_a_split_group_leaves_its_task_resolved(tmp_path: Path) -> None:
+    """A part of it was trained on, and no position is trained on twice."""
+    whole = make_group(0)
+    async with opened(tmp_path) as journal:
+        journal.record_group(whole)
+        first, rest = journal.split_group(whole, 3)
+        await record_durably(journal, Batch(1, 0, (first,)))
+        journal.evict_group(rest, "stale")
+    again = await recovered(tmp_path)
+    assert again.groups == []
+    assert again.resolved == {"math": (0, [0])}
 
 
 async def test_the_sqlite_shell_can_read_a_live_run(tmp_path: Path) -> None:
@@ -318,7 +409,7 @@ async def test_transcripts_can_be_read_while_the_run_goes_on(tmp_path: Path) -> 
         await journal.flush()
         with JournalReader(tmp_path) as reader:
             assert [group.transcript for group in reader.groups(env="code")] == [b"transcript of code/0"]
-            assert [row.task.env for row in reader.group_rows(newest_first=True)] == ["code", "math"]
+            assert [row.task.env for row in reader.group_rows()] == ["math", "code"]
 
 
 def test_a_directory_without_a_journal_is_an_error_for_the_reader(tmp_path: Path) -> None:
@@ -339,4 +430,4 @@ async def test_the_parts_of_a_split_group_take_its_place(tmp_path: Path) -> None
     assert [group.id for group in again.groups] == [rest.id] == [f"{whole.id}+1"]
     assert [facts(group) for group in again.groups] == [facts(rest)]
     assert again.resolved == {"math": (0, [0])}
-    assert again.counters["math"]["finished"] == 1
+    assert counters(tmp_path)["math"]["finished"] == 1

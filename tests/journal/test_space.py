@@ -11,12 +11,13 @@ import pytest
 from orchestrator.journal.reader import JournalReader
 from orchestrator.journal.store import JournalStore
 from tests.support.journal_groups import facts, make_batch, make_group
+from tests.support.journal_opening import open_store
 
 SEGMENT_BYTES = 8 * 1024
 
 
 def make_store(run_dir: Path, keep_batches: int = 2) -> JournalStore:
-    return JournalStore(run_dir, keep_batches=keep_batches, segment_bytes=SEGMENT_BYTES, fsync=False)
+    return open_store(run_dir, keep_batches=keep_batches, segment_bytes=SEGMENT_BYTES, fsync=False)
 
 
 def payload_bytes(run_dir: Path) -> int:
@@ -121,8 +122,8 @@ def test_somebody_who_reads_does_not_stop_the_writer(tmp_path: Path) -> None:
 FULL_DISK = """
 import asyncio, json, resource, sys
 from pathlib import Path
-from orchestrator.journal import Journal
 from tests.support.journal_groups import make_group
+from tests.support.journal_opening import open_journal
 
 async def main():
     # No file of this process may grow further than this: what a full disk does to the files that grow.
@@ -131,7 +132,7 @@ async def main():
     def on_error(error):
         errors.append(str(error))
         failed.set()
-    journal = Journal.open(Path(sys.argv[1]), commit_interval_s=0.001, on_error=on_error)
+    journal = open_journal(Path(sys.argv[1]), commit_interval_s=0.001, on_error=on_error)
     for position in range(100_000):
         journal.record_group(make_group(position, longest=int(sys.argv[3])))
         try:

@@ -58,7 +58,13 @@ def make_writer(
     store: CountingStore, loop: Any = None, **options: Any
 ) -> tuple[JournalWriter, list[JournalError]]:
     errors: list[JournalError] = []
-    settings: dict[str, Any] = {"commit_interval_s": 3600.0, "commit_bytes": 1000, **options}
+    settings: dict[str, Any] = {
+        "commit_interval_s": 3600.0,
+        "commit_bytes": 1000,
+        "max_backlog_bytes": 1_000_000,
+        "on_drained": lambda: None,
+        **options,
+    }
     fake: Any = store
     writer = JournalWriter(fake, loop=loop or asyncio.get_running_loop(), on_error=errors.append, **settings)
     return writer, errors
