@@ -57,7 +57,7 @@ class Broadcast:
     @property
     def updated(self) -> tuple[str, ...]:
         """Who serves the version, or a newer one."""
-        return tuple(endpoint.url for endpoint in self.endpoints if endpoint.url not in self.failed)
+        return tuple(endpoint.name for endpoint in self.endpoints if endpoint.name not in self.failed)
 
     async def run(self) -> None:
         """Return when every endpoint has the version or was taken out; WeightUpdateError if it was refused."""
@@ -66,7 +66,7 @@ class Broadcast:
             async with asyncio.timeout(None) as patience, asyncio.TaskGroup() as group:
                 for endpoint in self.endpoints:
                     update = self._update(endpoint, patience, started)
-                    group.create_task(update, name=f"update {endpoint.url}")
+                    group.create_task(update, name=f"update {endpoint.name}")
         except TimeoutError:
             log.warning("weights.stragglers", version=self.weights.version, endpoints=sorted(self.failed))
         if self.failed and not self.updated and self.sync.refuse(self.weights):
@@ -89,8 +89,8 @@ class Broadcast:
             self.roster.lose(endpoint, reason_of(error))
         except asyncio.CancelledError:
             if not self.sync.is_current(endpoint):
-                self.failed[endpoint.url] = "a weight update was given up half-way"
-                self.roster.lose(endpoint, self.failed[endpoint.url])
+                self.failed[endpoint.name] = "a weight update was given up half-way"
+                self.roster.lose(endpoint, self.failed[endpoint.name])
             raise
         else:
             self._done += 1
@@ -99,5 +99,5 @@ class Broadcast:
                 patience.reschedule(now + max(self.straggler_grace_s, _PATIENCE * (now - started)))
 
     def _note_failed(self, endpoint: Endpoint, reason: str) -> None:
-        self.failed[endpoint.url] = reason
-        log.error("weights.failed", endpoint=endpoint.url, version=self.weights.version, error=reason)
+        self.failed[endpoint.name] = reason
+        log.error("weights.failed", endpoint=endpoint.name, version=self.weights.version, error=reason)

@@ -10,6 +10,7 @@ import asyncio
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from envs.errors import shown_url
 from orchestrator.inference.blame import Blame
 from orchestrator.inference.metrics import EngineMetrics
 
@@ -58,6 +59,11 @@ class Endpoint:
     retries: int = field(default=0, repr=False)
     lock: asyncio.Lock = field(default_factory=asyncio.Lock, repr=False)
     wake: asyncio.Event = field(default_factory=asyncio.Event, repr=False)
+
+    @property
+    def name(self) -> str:
+        """Its URL as logs and messages may show it, without credentials."""
+        return shown_url(self.url)
 
     @property
     def healthy(self) -> bool:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 
 import structlog
 
-from envs.errors import shown_url
 from orchestrator.errors import ConfigError
 from orchestrator.inference.blame import Blame, blame
 from orchestrator.inference.endpoint import IN_SERVICE, Endpoint, EndpointState, build_endpoint
@@ -83,7 +82,7 @@ class Roster:
     def release(self, endpoint: Endpoint, n: int = 1) -> None:
         """`n` rollouts of an endpoint are over."""
         if n > endpoint.inflight:
-            raise ValueError(f"{endpoint.url}: {n} released, but only {endpoint.inflight} in flight")
+            raise ValueError(f"{endpoint.name}: {n} released, but only {endpoint.inflight} in flight")
         endpoint.inflight -= n
         self.inflight -= n
 
@@ -130,7 +129,7 @@ class Roster:
         """The endpoint gets no new work until the doubt is cleared."""
         self._take_out(endpoint, EndpointState.SUSPECT, reason)
         endpoint.doubt = doubt
-        log.warning("endpoint.suspected", endpoint=endpoint.url, reason=reason)
+        log.warning("endpoint.suspected", endpoint=endpoint.name, reason=reason)
         self._recount()
 
     def lose(self, endpoint: Endpoint, reason: str) -> None:
@@ -143,7 +142,7 @@ class Roster:
         endpoint.forget_weights()
         endpoint.metrics = None
         endpoint.retry_at = self.clock()
-        log.warning("endpoint.lost", endpoint=endpoint.url, reason=reason, inflight=endpoint.inflight)
+        log.warning("endpoint.lost", endpoint=endpoint.name, reason=reason, inflight=endpoint.inflight)
         self.on_lost(endpoint)
         self._recount()
 
@@ -163,7 +162,7 @@ class Roster:
 def describe_errors(endpoints: Sequence[Endpoint]) -> str:
     """Each endpoint that gets no work, and why."""
     return "; ".join(
-        f"{shown_url(endpoint.url)}: {endpoint.error or 'has not answered yet'}"
+        f"{endpoint.name}: {endpoint.error or 'has not answered yet'}"
         for endpoint in endpoints
         if not endpoint.healthy
     )

@@ -46,7 +46,7 @@ async def wait_ready(watches: Sequence[EndpointWatch], sync: WeightSync, timeout
         raise unfit.exceptions[0] if unfit else group_error from None
     for endpoint in endpoints:
         if not endpoint.healthy:
-            log.warning("endpoint.missing", endpoint=endpoint.url, error=endpoint.error)
+            log.warning("endpoint.missing", endpoint=endpoint.name, error=endpoint.error)
 
 
 @contextmanager
@@ -61,7 +61,7 @@ def _reports(endpoints: Sequence[Endpoint]) -> Iterator[None]:
         for endpoint in endpoints:
             if not endpoint.healthy:
                 error = endpoint.error or "has not answered yet"
-                log.warning("endpoint.awaited", endpoint=endpoint.url, error=error)
+                log.warning("endpoint.awaited", endpoint=endpoint.name, error=error)
         timer = loop.call_later(_REPORT_EVERY_S, report)
 
     timer = loop.call_later(_REPORT_AFTER_S, report)

@@ -156,7 +156,7 @@ class EndpointWatch:
         if found not in (None, "default"):
             log.warning(
                 "endpoint.foreign_weights",
-                endpoint=self.endpoint.url,
+                endpoint=self.endpoint.name,
                 label=found,
                 remedy="another run left its weights there; restart the engine to begin with the model's own",
             )
@@ -216,7 +216,7 @@ class EndpointWatch:
             self.roster.lose(endpoint, f"it says that it is well but {complaint}: {error.said}")
             return
         if endpoint.state is EndpointState.SUSPECT:  # it may have been lost meanwhile
-            log.info("endpoint.cleared", endpoint=endpoint.url)
+            log.info("endpoint.cleared", endpoint=endpoint.name)
             self.roster.enter(endpoint)
 
     async def _request_token(self) -> None:
@@ -238,7 +238,7 @@ class EndpointWatch:
                 delay_s = 0.0  # what failed is not what is wanted any more
             endpoint.retries += 1
             endpoint.retry_at = self.clock() + delay_s
-            log.warning("endpoint.refused", endpoint=endpoint.url, error=str(error), again_in_s=delay_s)
+            log.warning("endpoint.refused", endpoint=endpoint.name, error=str(error), again_in_s=delay_s)
         else:
             event = "endpoint.returned" if returning else "endpoint.ready"
-            log.info(event, endpoint=endpoint.url, version=endpoint.version)
+            log.info(event, endpoint=endpoint.name, version=endpoint.version)

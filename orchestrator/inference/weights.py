@@ -18,6 +18,7 @@ from pathlib import Path
 
 import structlog
 
+from envs.errors import shown_url
 from orchestrator.errors import ConfigError, InferenceError
 from orchestrator.inference.checkpoint import find_problem
 from orchestrator.inference.engine import EngineApi, EngineError, EngineUnfitError
@@ -151,7 +152,7 @@ async def _resume(engine: EngineApi, *, abort: Callable[[], Awaitable[object]] |
             await engine.post(resume)
     except (EngineError, TimeoutError) as error:
         # The load's own failure is the one to report; the pool takes the engine out either way.
-        log.warning("weights.resume_failed", endpoint=engine.url, error=str(error) or "timed out")
+        log.warning("weights.resume_failed", endpoint=shown_url(engine.url), error=str(error) or "timed out")
 
 
 async def _apply_vllm(request: UpdateRequest) -> None:
@@ -180,7 +181,7 @@ async def _admit_vllm(engine: EngineApi) -> None:
     with _dev_mode_explained():
         answer = await engine.get("/is_paused")
     if isinstance(answer, dict) and answer.get("is_paused"):
-        log.warning("endpoint.resumed", endpoint=engine.url, reason="it was found paused")
+        log.warning("endpoint.resumed", endpoint=shown_url(engine.url), reason="it was found paused")
         await engine.post("/resume")
 
 
