@@ -78,8 +78,12 @@ class WeightSync:
         return weights
 
     def refuse(self, weights: Weights) -> bool:
-        """Go back to what was loaded last; False if these weights are not the target, or an engine has them."""
-        if weights is not self.target or weights is self.loaded:
+        """Give up weights that nobody could load and go back to what was loaded last.
+
+        False if they are not the target, or an engine has them, or one is at it and may get them.
+        """
+        at_it = any(endpoint.updating for endpoint in self._endpoints)
+        if weights is not self.target or weights is self.loaded or at_it:
             return False
         self._aim_at(self.loaded)
         log.error("weights.refused", version=weights.version, path=weights.path, instead=self.loaded.version)
@@ -102,7 +106,7 @@ class WeightSync:
                 except InferenceError as error:
                     if target is not self.target:
                         continue  # a newer version was published meanwhile, and that one counts
-                    if self._is_last_hope(endpoint) and self.refuse(target):
+                    if not self._any_in_service() and self.refuse(target):
                         continue  # rather the weights that were loaded before than no engine at all
                     untouched = isinstance(error, WeightUpdateError)
                     self.problem = (
@@ -110,11 +114,9 @@ class WeightSync:
                     )
                     raise
 
-    def _is_last_hope(self, endpoint: Endpoint) -> bool:
-        """Whether no engine is in service nor on its way to the target, so that nobody else will load it."""
-        return endpoint.state not in IN_SERVICE and not any(
-            other.state in IN_SERVICE or other.updating for other in self._endpoints if other is not endpoint
-        )
+    def _any_in_service(self) -> bool:
+        """Whether a broadcast is (or was) to bring engines to the target, and judges them all together."""
+        return any(endpoint.state in IN_SERVICE for endpoint in self._endpoints)
 
     async def _bring_to(self, target: Weights, endpoint: Endpoint, api: EngineApi) -> None:
         if target.serial == 0 and target.path is None:
@@ -171,10 +173,9 @@ class WeightSync:
         endpoint.serial = weights.serial
         endpoint.version = endpoint.version_newest = weights.version
         endpoint.label = label
-        if weights.serial >= self.loaded.serial:  # an engine that is behind may be done later
+        # An engine that is behind may be done later than the others, and one may be done with refused weights.
+        if self.loaded.serial <= weights.serial <= self.target.serial:
             self.loaded = weights
-        if weights.serial > self.target.serial:  # refused by others, but it can be loaded after all
-            self._aim_at(weights)
         if weights is self.target:
             self.problem = ""
 

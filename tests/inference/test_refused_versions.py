@@ -103,6 +103,27 @@ async def test_a_version_that_a_returning_engine_refuses_is_given_up_too(tmp_pat
         assert [entry["version"] for entry in logs if entry["event"] == "weights.refused"] == [2]
 
 
+async def test_a_version_is_not_given_up_while_an_engine_is_on_its_way_to_it(tmp_path: Path) -> None:
+    """The only engine in service fails, but another one that is coming back can load it: that one serves it."""
+    old, new = folder_of_weights(tmp_path, "old"), folder_of_weights(tmp_path, "new")
+    async with ScriptedEngine(refused={str(new)}) as first, ScriptedEngine() as second:
+        pool = build_pool(first, second, update="vllm")
+        async with running(pool) as until:
+            await pool.update_weights(1, str(old))
+            second.restart()
+            second.stuck.add("/collective_rpc")
+            await until(lambda: pool.endpoints[1].updating)
+            report = await pool.update_weights(2, str(new))
+            assert (report.updated, list(report.failed)) == ((), [first.base_url])
+            assert (pool.version, pool.loaded.version) == (2, 1)
+            second.unstick()
+            await until(lambda: pool.ready)
+            assert [endpoint.url for endpoint in pool.ready] == [second.base_url]
+            assert (second.weights, pool.version, pool.loaded.version) == (str(new), 2, 2)
+            await until(lambda: "size mismatch" in pool.endpoints[0].error)
+            assert pool.missing_weights == ""
+
+
 async def test_a_version_counts_as_loaded_only_once_an_engine_has_it(tmp_path: Path) -> None:
     """Published while no engine was there, it is asked for; it is loaded when the first has come back with it."""
     good, new = folder_of_weights(tmp_path, "good"), folder_of_weights(tmp_path, "new")
