@@ -69,14 +69,21 @@ class Broadcast:
                     group.create_task(update, name=f"update {endpoint.name}")
         except TimeoutError:
             log.warning("weights.stragglers", version=self.weights.version, endpoints=sorted(self.failed))
-        if self.failed and not self.updated and self.sync.refuse(self.weights):
-            said = "; ".join(f"{url}: {reason}" for url, reason in self.failed.items())
+        if self.failed and not self.updated:
+            await self._refuse_unless_loaded()
+        for endpoint, reason in self._untouched:
+            self.roster.lose(endpoint, reason)
+
+    async def _refuse_unless_loaded(self) -> None:
+        """Every endpoint in service has failed; one that is coming back, or tries again, may still load the version."""
+        await self.sync.wait_idle()
+        self.sync.refuse(self.weights)
+        if self.sync.is_refused(self.weights):
+            said = "; ".join(f"{name}: {reason}" for name, reason in self.failed.items())
             raise WeightUpdateError(
                 f"version {self.weights.version} was loaded by no inference server, "
                 f"version {self.sync.loaded.version} stays ({said})"
             )
-        for endpoint, reason in self._untouched:
-            self.roster.lose(endpoint, reason)
 
     async def _update(self, endpoint: Endpoint, patience: asyncio.Timeout, started: float) -> None:
         try:

@@ -89,6 +89,16 @@ class WeightSync:
         log.error("weights.refused", version=weights.version, path=weights.path, instead=self.loaded.version)
         return True
 
+    def is_refused(self, weights: Weights) -> bool:
+        """Whether the target went back behind these weights."""
+        return weights.serial > self.target.serial
+
+    async def wait_idle(self) -> None:
+        """Wait until no engine is being updated, which takes no longer than updates may."""
+        while updating := [endpoint for endpoint in self._endpoints if endpoint.updating]:
+            async with updating[0].lock:
+                pass
+
     def is_current(self, endpoint: Endpoint) -> bool:
         """Whether the endpoint serves the target."""
         return endpoint.serial == self.target.serial

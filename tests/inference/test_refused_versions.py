@@ -52,6 +52,29 @@ async def test_a_version_that_every_engine_refuses_is_given_up_for_the_last_load
             assert [engine.weights for engine in used] == [str(newer)] * engines
 
 
+async def test_a_version_is_refused_although_one_engine_tries_again_while_another_is_still_at_it(
+    tmp_path: Path,
+) -> None:
+    """Engines fail one after the other, and the first is back before the last has failed: the caller is told."""
+    good, bad = folder_of_weights(tmp_path, "good"), folder_of_weights(tmp_path, "bad")
+    async with ScriptedEngine(refused={str(bad)}) as quick, ScriptedEngine(refused={str(bad)}) as slow:
+        pool = build_pool(quick, slow, update="vllm")
+        async with running(pool) as until:
+            await pool.update_weights(1, str(good))
+            slow.stuck.add("/collective_rpc")
+            update = asyncio.create_task(pool.update_weights(2, str(bad)))
+            await until(lambda: pool.endpoints[0].retries >= 1)
+            quick.stuck.add("/collective_rpc")
+            await until(lambda: pool.endpoints[0].updating)
+            slow.unstick()
+            await until(lambda: pool.endpoints[1].state is EndpointState.LOST)
+            quick.unstick()
+            with pytest.raises(WeightUpdateError, match="version 1 stays"):
+                await update
+            await until(lambda: len(pool.ready) == 2)
+            assert (quick.weights, slow.weights, pool.version) == (str(good), str(good), 1)
+
+
 async def test_an_engine_goes_back_to_the_weights_it_was_started_with(tmp_path: Path) -> None:
     """Before anything was loaded there is no path to go back to: the engine's own weights are version 0."""
     bad = folder_of_weights(tmp_path, "bad")
@@ -113,10 +136,12 @@ async def test_a_version_is_not_given_up_while_an_engine_is_on_its_way_to_it(tmp
             second.restart()
             second.stuck.add("/collective_rpc")
             await until(lambda: pool.endpoints[1].updating)
-            report = await pool.update_weights(2, str(new))
-            assert (report.updated, list(report.failed)) == ((), [first.base_url])
+            update = asyncio.create_task(pool.update_weights(2, str(new)))
+            await until(lambda: pool.endpoints[0].state is EndpointState.LOST)
             assert (pool.version, pool.loaded.version) == (2, 1)
             second.unstick()
+            report = await update
+            assert (report.updated, list(report.failed)) == ((), [first.base_url])
             await until(lambda: pool.ready)
             assert [endpoint.url for endpoint in pool.ready] == [second.base_url]
             assert (second.weights, pool.version, pool.loaded.version) == (str(new), 2, 2)
