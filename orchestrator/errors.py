@@ -6,11 +6,15 @@ OrchestratorError
 │   ├── EnvStartupError    exit 3, with the tail of the server's own log
 │   ├── EnvLostError       restart budget used up, exit 4
 │   └── EnvProtocolError   a server speaks another protocol or serves another environment, exit 3
-├── RolloutError           becomes an outcome, never fatal
+├── TrainerLinkError       exit 5
 ├── JournalError           the run directory cannot be written or is in use, exit 6
 ├── StalledError           nothing that could be trained on came out for too long, exit 7
-├── InferenceError         the inference servers cannot be used, exit 8 (in `orchestrator.inference`)
-└── TrainerLinkError       exit 5
+└── InferenceError         the inference servers cannot be used, exit 8
+    ├── EngineError(url)       one call to one server failed; retried, fatal only at the start
+    │   └── EngineUnfitError   the server cannot be used as configured; waiting does not help
+    └── WeightUpdateError      a published version cannot be loaded; never fatal
+
+A failed rollout is an outcome, not an exception.
 
 A message names the object, what happened and the remedy. A user's mistake prints one line.
 """
@@ -52,15 +56,6 @@ class EnvProtocolError(EnvError):
     """A server speaks another protocol version or serves something else than asked."""
 
 
-class RolloutError(OrchestratorError):
-    """One rollout failed; `kind` names how, `retryable` whether another attempt may succeed."""
-
-    def __init__(self, kind: str, message: str, *, retryable: bool) -> None:
-        super().__init__(message)
-        self.kind = kind
-        self.retryable = retryable
-
-
 class TrainerLinkError(OrchestratorError):
     """The trainer cannot be served."""
 
@@ -77,3 +72,9 @@ class StalledError(OrchestratorError):
     """Nothing that could be trained on came out for longer than the configuration allows."""
 
     exit_code = 7
+
+
+class InferenceError(OrchestratorError):
+    """The inference servers cannot be used; the message names the endpoint and what it said."""
+
+    exit_code = 8

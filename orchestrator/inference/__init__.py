@@ -1,17 +1,13 @@
 """The inference servers of a run: placement, health, weight updates, and how much each is given at a time."""
 
+from orchestrator.errors import InferenceError
+from orchestrator.inference.broadcast import UpdateReport
 from orchestrator.inference.concurrency import AdaptiveConcurrency, FixedConcurrency
-from orchestrator.inference.endpoint import (
-    Endpoint,
-    EndpointState,
-    EngineApi,
-    EngineError,
-    EngineUnfitError,
-    InferenceError,
-)
+from orchestrator.inference.endpoint import Endpoint, EndpointState
+from orchestrator.inference.engine import EngineApi, EngineError, EngineUnfitError
 from orchestrator.inference.metrics import EngineMetrics, parse_metrics
 from orchestrator.inference.pool import InferencePool
-from orchestrator.inference.sync import UpdateReport
+from orchestrator.inference.sync import Weights
 from orchestrator.inference.watch import HealthPolicy
 from orchestrator.inference.weights import UpdateRequest, WeightUpdate, WeightUpdateError, build_weight_update
 
@@ -31,6 +27,7 @@ __all__ = [
     "UpdateRequest",
     "WeightUpdate",
     "WeightUpdateError",
+    "Weights",
     "build_weight_update",
     "parse_metrics",
 ]

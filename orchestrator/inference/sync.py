@@ -1,21 +1,31 @@
-"""Brings engines to the version that was published last.
+"""Brings engines to the version that was published last, and knows which one was loaded last.
 
-There is one target, the newest published weights. An engine that is behind is brought to the target as it is
-when its turn comes, so versions published while an update is under way coalesce to the newest. One engine is
-never updated twice at once (a lock per endpoint); engines are independent of each other and every update is
-bounded in time. What happens to an engine that failed is the pool's decision.
+There is one target, the newest published weights that were not refused. An engine that is behind is brought to
+the target as it is when its turn comes, so versions published while an update is under way coalesce to the
+newest. One engine is never updated twice at once (a lock per endpoint); engines are independent of each other
+and every update is bounded in time. What happens to an engine that failed is the pool's decision.
 
-Invariant: an endpoint whose `serial` equals the target's serves exactly the target's weights; an update that
-fails or is cancelled leaves `serial` None, because then nobody knows which weights the engine has.
+Invariants: an endpoint whose `serial` equals the target's serves exactly the target's weights; an update that
+fails or is cancelled leaves `serial` None, because then nobody knows which weights the engine has. `loaded` is
+what an engine has loaded, never what was only asked for; a target that no engine loads is refused, and `loaded`
+is the target again.
 """
 
 import asyncio
-import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-from orchestrator.inference.endpoint import Endpoint, EngineApi, EngineError, InferenceError
-from orchestrator.inference.weights import UpdateRequest, WeightUpdate, check_weights
+import structlog
+
+from orchestrator.errors import InferenceError
+from orchestrator.inference.endpoint import IN_SERVICE, Endpoint
+from orchestrator.inference.engine import EngineApi, EngineError
+from orchestrator.inference.weights import UpdateRequest, WeightUpdate, WeightUpdateError, check_weights
+
+log = structlog.get_logger(__name__)
+
+_AT_PUBLICATION = "publish after the files are written; if only the engines see the folder, set inference.check_weights = false"
+_AT_LOADING = "publish a newer version, or put it back"
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,76 +37,111 @@ class Weights:
     path: str | None
 
 
-@dataclass(frozen=True, slots=True)
-class UpdateReport:
-    """What became of a published version: who serves it (or a newer one), and who was taken out and why.
-
-    `superseded` says that a newer version was published before this one had reached everyone.
-    """
-
-    version: int
-    updated: tuple[str, ...]
-    failed: dict[str, str] = field(default_factory=dict)
-    superseded: bool = False
-    seconds: float = 0.0
-
-
 class WeightSync:
-    """The target and the way to it."""
+    """The target and the way to it. `problem` is why the target could not be loaded when it was last tried."""
 
     def __init__(
         self,
         update: WeightUpdate,
         *,
+        endpoints: Sequence[Endpoint],
         model: str,
         timeout_s: float,
         check_paths: bool,
-        version: int = 0,
-        path: str | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        version: int,
+        path: str | None,
+        clock: Callable[[], float],
     ) -> None:
         self.update = update
-        self.target = Weights(serial=0, version=version, path=path)
+        self.target = self.loaded = Weights(serial=0, version=version, path=path)
+        self.problem = ""
+        self._endpoints = endpoints
         self._model = model
         self._timeout_s = timeout_s
         self._check_paths = check_paths
         self._clock = clock
         self._serial = 0
 
+    async def check(self, version: int, path: str | None) -> str | None:
+        """The path as engines are to be given it; WeightUpdateError if a version cannot be loaded."""
+        return await check_weights(
+            self.update, version, path, local=self._check_paths, remedy=_AT_PUBLICATION
+        )
+
     async def retarget(self, version: int, path: str | None) -> Weights:
         """Make a published version the target. WeightUpdateError if it cannot be loaded; then nothing changes."""
         self._serial += 1
         serial = self._serial
-        path = await check_weights(self.update, version, path, local=self._check_paths)
-        weights = Weights(serial=serial, version=version, path=path)
+        weights = Weights(serial=serial, version=version, path=await self.check(version, path))
         if serial > self.target.serial:  # a later one may have been checked faster
-            self.target = weights
+            self._aim_at(weights)
         return weights
+
+    def refuse(self, weights: Weights) -> bool:
+        """Give up weights that nobody could load and go back to what was loaded last.
+
+        False if they are not the target, or an engine has them, or one is at it and may get them.
+        """
+        at_it = any(endpoint.updating for endpoint in self._endpoints)
+        if weights is not self.target or weights is self.loaded or at_it:
+            return False
+        self._aim_at(self.loaded)
+        log.error("weights.refused", version=weights.version, path=weights.path, instead=self.loaded.version)
+        return True
+
+    def is_refused(self, weights: Weights) -> bool:
+        """Whether the target went back behind these weights."""
+        return weights.serial > self.target.serial
+
+    async def wait_idle(self) -> None:
+        """Wait until no engine is being updated, which takes no longer than updates may."""
+        while updating := [endpoint for endpoint in self._endpoints if endpoint.updating]:
+            async with updating[0].lock:
+                pass
 
     def is_current(self, endpoint: Endpoint) -> bool:
         """Whether the endpoint serves the target."""
         return endpoint.serial == self.target.serial
 
-    async def catch_up(self, endpoint: Endpoint, api: EngineApi) -> bool:
-        """Bring one engine to the target; False if it was there already. InferenceError if it did not get there."""
-        changed = False
+    async def catch_up(self, endpoint: Endpoint, api: EngineApi) -> None:
+        """Bring one engine to the target; InferenceError if it did not get there.
+
+        WeightUpdateError says that the engine was not touched.
+        """
         async with endpoint.lock:
             while not self.is_current(endpoint):
-                changed = True
-                await self._bring_to(self.target, endpoint, api)
-        return changed
+                target = self.target
+                try:
+                    await self._bring_to(target, endpoint, api)
+                except InferenceError as error:
+                    if target is not self.target:
+                        continue  # a newer version was published meanwhile, and that one counts
+                    if not self._any_in_service() and self.refuse(target):
+                        continue  # rather the weights that were loaded before than no engine at all
+                    untouched = isinstance(error, WeightUpdateError)
+                    self.problem = (
+                        str(error) if untouched else f"version {target.version} was not loaded: {error}"
+                    )
+                    raise
+
+    def _any_in_service(self) -> bool:
+        """Whether a broadcast is (or was) to bring engines to the target, and judges them all together."""
+        return any(endpoint.state in IN_SERVICE for endpoint in self._endpoints)
 
     async def _bring_to(self, target: Weights, endpoint: Endpoint, api: EngineApi) -> None:
         if target.serial == 0 and target.path is None:
-            # Nothing was published yet: the weights that the engine was started with are the initial ones.
+            # Nothing was published yet: the weights that the engine was started with are the initial ones. They
+            # cannot be loaded again. After a load that failed, vLLM ends and starts with them, SGLang goes back.
             self._settle(endpoint, target, label=None)
             return
+        # The folder may be gone by the time that a restarted engine needs it, so it is looked at every time.
+        path = await check_weights(
+            self.update, target.version, target.path, local=self._check_paths, remedy=_AT_LOADING
+        )
         endpoint.updating = True
-        endpoint.serial = None
+        endpoint.forget_weights()
         endpoint.version_newest = max(endpoint.version_newest, target.version)
         try:
-            # The folder may be gone by the time that a restarted engine needs it, so it is looked at every time.
-            path = await check_weights(self.update, target.version, target.path, local=self._check_paths)
             request = UpdateRequest(
                 engine=api, version=target.version, path=path, model=self._model, timeout_s=self._timeout_s
             )
@@ -108,20 +153,19 @@ class WeightSync:
         self._settle(endpoint, target, label=label)
 
     async def _apply(self, request: UpdateRequest) -> None:
+        url = request.engine.url
         try:
             async with asyncio.timeout(self._timeout_s):
                 await self.update.apply(request)
-        except InferenceError:
+        except EngineError:
             raise
         except TimeoutError as error:
-            raise EngineError(
-                request.engine.url, f"version {request.version} was not loaded within {self._timeout_s:g} s"
-            ) from error
+            said = f"version {request.version} was not loaded within {self._timeout_s:g} s"
+            raise EngineError(url, said) from error
         # A recipe may be the user's own code: whatever it raises is a failed update of one engine, not of the run.
         except Exception as error:
-            raise EngineError(
-                request.engine.url, f"weight update {self.update.name} raised {type(error).__name__}: {error}"
-            ) from error
+            said = f"weight update {self.update.name} raised {type(error).__name__}: {error}"
+            raise EngineError(url, said) from error
 
     async def _read_label(self, request: UpdateRequest) -> str | None:
         """The label that the engine has now, by which a restart will be noticed; None if it has no labels."""
@@ -135,7 +179,16 @@ class WeightSync:
             )
         return label
 
-    def _settle(self, endpoint: Endpoint, target: Weights, *, label: str | None) -> None:
-        endpoint.serial = target.serial
-        endpoint.version = endpoint.version_newest = target.version
+    def _settle(self, endpoint: Endpoint, weights: Weights, *, label: str | None) -> None:
+        endpoint.serial = weights.serial
+        endpoint.version = endpoint.version_newest = weights.version
         endpoint.label = label
+        # An engine that is behind may be done later than the others, and one may be done with refused weights.
+        if self.loaded.serial <= weights.serial <= self.target.serial:
+            self.loaded = weights
+        if weights is self.target:
+            self.problem = ""
+
+    def _aim_at(self, weights: Weights) -> None:
+        self.target = weights
+        self.problem = ""

@@ -1,38 +1,37 @@
 """Watches one endpoint: is it alive, does it have the right weights, does it make progress, how full is it.
 
 One `EndpointWatch` per endpoint, each in its own task, so that a mute server delays nobody else. It finds out
-and reports; the pool (through `Transitions`) changes states. An endpoint enters service only by `admit`: it
-answers, lists the model, serves the newest weights and, once it was lost, has finished a request.
+and reports; the roster changes states. An endpoint enters service only when it answers, lists the model, serves
+the newest weights and, once it was lost, has finished a request.
 
-A hung engine keeps answering health checks. It shows by rollouts that fail in a row or by rollouts in flight
-while no token is made; then it gets no new work until its counters move or a probe of one token comes back.
-A false suspicion (every rollout is busy with its tools) costs one token.
+A hung engine keeps answering health checks, and so does a proxy without an engine behind it. They show by
+rollouts that fail in a row or by rollouts in flight while no token is made; then the endpoint gets no new work
+until it is cleared (`blame` says by what): by counters that move, or by a probe of one token that comes back as a
+chat completion. A false suspicion (every rollout is busy with its tools) costs one token.
 """
 
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import structlog
 
 from envs.backoff import backoff_s
+from orchestrator.errors import InferenceError
+from orchestrator.inference.blame import Blame
 from orchestrator.inference.concurrency import ConcurrencyController
-from orchestrator.inference.endpoint import (
-    IN_SERVICE,
-    Endpoint,
-    EndpointState,
-    EngineApi,
-    EngineError,
-    EngineUnfitError,
-    InferenceError,
-)
+from orchestrator.inference.endpoint import IN_SERVICE, Endpoint, EndpointState
+from orchestrator.inference.engine import EngineApi, EngineError, EngineUnfitError, reason_of
+from orchestrator.inference.roster import Roster
 from orchestrator.inference.sync import WeightSync
+from orchestrator.inference.weights import WeightUpdateError
 
 log = structlog.get_logger(__name__)
 
 _RETRY_FIRST_S = 0.1
 _RETRY_MAX_S = 60.0
+_LOADS_AT_START = 3
+"""Failed loads after which the start does not wait any longer for an engine that answers and fits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,31 +39,16 @@ class HealthPolicy:
     """When an endpoint is checked, and what takes it out of service.
 
     `failures_allowed` failed checks in a row lose it; `suspect_after` failed rollouts in a row, or
-    `progress_timeout_s` without a token while rollouts are in flight, make it suspect; a probe has `probe_timeout_s` to come back.
+    `progress_timeout_s` without a token while rollouts are in flight, make it suspect; a probe has
+    `probe_timeout_s` to come back.
     """
 
-    interval_s: float = 2.0
+    interval_s: float
+    progress_timeout_s: float
     failures_allowed: int = 3
     suspect_after: int = 8
     check_timeout_s: float = 10.0
     probe_timeout_s: float = 30.0
-    progress_timeout_s: float = 120.0
-
-
-class Transitions(Protocol):
-    """The transitions of an endpoint, made by the pool."""
-
-    def enter(self, endpoint: Endpoint) -> None:
-        """It gets work from now on."""
-
-    def suspect(self, endpoint: Endpoint, reason: str) -> None:
-        """It gets no new work until it was probed."""
-
-    def lose(self, endpoint: Endpoint, reason: str) -> None:
-        """It is out of service; what it had in flight is lost."""
-
-    def set_limit(self, endpoint: Endpoint, limit: int) -> None:
-        """It may have this much in flight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,21 +59,28 @@ class EndpointWatch:
     api: EngineApi
     controller: ConcurrencyController
     sync: WeightSync
-    service: Transitions
+    roster: Roster
     policy: HealthPolicy
     model: str
     clock: Callable[[], float]
 
     async def wait_ready(self) -> None:
-        """Try until the endpoint is in service; EngineUnfitError if trying again cannot help."""
-        attempt = 0
+        """Try until the endpoint is in service, or nothing but the weights keeps it out.
+
+        EngineUnfitError if trying again cannot help.
+        """
+        attempt = loads = 0
         while not self.endpoint.healthy:
             try:
-                await self.admit()
+                await self._check_fit()
+                loads += 1
+                await self._bring_in()
             except EngineUnfitError:
                 raise
             except InferenceError as error:
-                self.endpoint.error = str(error)
+                self.endpoint.error = reason_of(error)
+                if isinstance(error, WeightUpdateError) or loads >= _LOADS_AT_START:
+                    return
                 attempt += 1
                 await asyncio.sleep(backoff_s(attempt, first_s=_RETRY_FIRST_S, max_s=self.policy.interval_s))
 
@@ -98,9 +89,8 @@ class EndpointWatch:
         endpoint = self.endpoint
         while True:
             endpoint.wake.clear()
-            if (
-                not endpoint.updating
-            ):  # an update has its own time limit, and an engine may be mute while it loads
+            # An update has its own time limit, and an engine may be mute while it loads.
+            if not endpoint.updating:
                 await self.check()
             try:
                 async with asyncio.timeout(self.policy.interval_s):
@@ -116,38 +106,46 @@ class EndpointWatch:
             if endpoint.state in IN_SERVICE:
                 await self._check_label()
         except EngineError as error:
-            endpoint.error = str(error)
-            endpoint.checks_failed += 1
-            # A suspect that fails a check has given two signs that do not depend on each other.
-            suspect = endpoint.state is EndpointState.SUSPECT
-            if suspect or endpoint.checks_failed >= self.policy.failures_allowed:
-                self.service.lose(endpoint, str(error))
+            self._note_failed_check(error)
             return
+        answers_again = endpoint.checks_failed > 0
         endpoint.checks_failed = 0
         if endpoint.state in IN_SERVICE:
             await self._check_progress()
-        elif self.clock() >= endpoint.retry_at:
+        elif answers_again or self.clock() >= endpoint.retry_at:
             await self._try_return()
 
-    async def admit(self) -> None:
-        """Take the endpoint into service, or raise InferenceError with what is missing."""
+    def _note_failed_check(self, error: EngineError) -> None:
         endpoint = self.endpoint
+        endpoint.error = error.said
+        endpoint.checks_failed += 1
+        # A suspect that fails a check has given two signs that do not depend on each other.
+        suspect = endpoint.state is EndpointState.SUSPECT
+        if suspect or endpoint.checks_failed >= self.policy.failures_allowed:
+            self.roster.lose(endpoint, error.said)
+
+    async def _check_fit(self) -> None:
+        """Raise InferenceError unless the server answers and can be used as configured."""
         await self.api.check_health()
         await self.api.check_model(self.model)
         if self.sync.update.admit is not None:
             await self.sync.update.admit(self.api)
         await self._warn_of_foreign_weights()
+
+    async def _bring_in(self) -> None:
+        """Take the endpoint into service with the target's weights, or raise InferenceError with what is missing."""
+        endpoint = self.endpoint
         probed = endpoint.losses == 0
         while True:
             await self.sync.catch_up(endpoint, self.api)
             if not probed:
-                await self.api.probe(self.model, self.policy.probe_timeout_s)
+                await self._request_token()
                 probed = True
             # No await between this test and the entry: a version published later finds the endpoint in service.
             if self.sync.is_current(endpoint):
                 break
         self.controller.reset()
-        self.service.enter(endpoint)
+        self.roster.enter(endpoint)
 
     async def _warn_of_foreign_weights(self) -> None:
         """A run that has published nothing takes an engine's weights for the initial ones; say so if they are not."""
@@ -158,7 +156,7 @@ class EndpointWatch:
         if found not in (None, "default"):
             log.warning(
                 "endpoint.foreign_weights",
-                endpoint=self.endpoint.url,
+                endpoint=self.endpoint.name,
                 label=found,
                 remedy="another run left its weights there; restart the engine to begin with the model's own",
             )
@@ -172,22 +170,24 @@ class EndpointWatch:
         found = await self.sync.update.read_label(self.api)
         if found != label and endpoint.serial == serial:
             reason = f'its weights are labelled "{found}" instead of "{label}": the engine was restarted'
-            self.service.lose(endpoint, reason)
+            self.roster.lose(endpoint, reason)
 
     async def _check_progress(self) -> None:
         endpoint = self.endpoint
         before = endpoint.metrics
+        complaint = ""
         try:
             metrics = await self.api.read_metrics()
         except EngineError as error:
-            endpoint.error = str(error)
-            metrics = None
+            metrics, complaint = None, error.said
+        if endpoint.healthy:
+            endpoint.error = complaint  # what an earlier check complained about is over
         if endpoint.updating or endpoint.state not in IN_SERVICE:
             return  # a paused engine's queue says nothing about its capacity
         now = self.clock()
         moved = False
         if metrics is not None:
-            endpoint.metrics, endpoint.metrics_at = metrics, now
+            endpoint.metrics = metrics
             moved = before is not None and metrics.generated_tokens != before.generated_tokens
         # Our own count of what is in flight decides whether there should be progress: the gauges of a hung engine
         # stay at whatever they were last, which may be zero.
@@ -195,38 +195,50 @@ class EndpointWatch:
             endpoint.progress_at = now
         self.controller.observe(metrics, inflight=endpoint.inflight, now=now)
         if self.controller.limit != endpoint.limit:
-            self.service.set_limit(endpoint, self.controller.limit)
+            self.roster.set_limit(endpoint, self.controller.limit)
         if endpoint.state is EndpointState.SUSPECT:
-            await self._probe(moved=moved)
+            await self._clear_or_lose(moved=moved)
         elif now - endpoint.progress_at > self.policy.progress_timeout_s:
             idle_s = now - endpoint.progress_at
-            self.service.suspect(
-                endpoint, f"{endpoint.inflight} rollouts in flight, no progress for {idle_s:.0f} s"
-            )
+            reason = f"{endpoint.inflight} rollouts in flight, no progress for {idle_s:.0f} s"
+            self.roster.suspect(endpoint, reason, Blame.NO_PROGRESS)
 
-    async def _probe(self, *, moved: bool) -> None:
-        """Whether a suspect makes progress: by its own counters (it may just be full), else by one token."""
+    async def _clear_or_lose(self, *, moved: bool) -> None:
+        """Whether a suspect works: by its own counters, if it may just be full, else by one token."""
+        endpoint = self.endpoint
         try:
-            if not moved:
-                await self.api.probe(self.model, self.policy.probe_timeout_s)
+            if not (moved and endpoint.doubt is Blame.NO_PROGRESS):
+                await self._request_token()
         except EngineError as error:
-            self.service.lose(self.endpoint, f"it says that it is well but finishes nothing: {error}")
+            complaint = (
+                "finishes nothing" if error.status is None else "does not answer requests as it should"
+            )
+            self.roster.lose(endpoint, f"it says that it is well but {complaint}: {error.said}")
             return
-        if self.endpoint.state is EndpointState.SUSPECT:  # it may have been lost meanwhile
-            log.info("endpoint.cleared", endpoint=self.endpoint.url)
-            self.service.enter(self.endpoint)
+        if endpoint.state is EndpointState.SUSPECT:  # it may have been lost meanwhile
+            log.info("endpoint.cleared", endpoint=endpoint.name)
+            self.roster.enter(endpoint)
+
+    async def _request_token(self) -> None:
+        token_ids = self.endpoint.doubt is Blame.NO_TOKEN_IDS
+        await self.api.probe(self.model, timeout_s=self.policy.probe_timeout_s, token_ids=token_ids)
 
     async def _try_return(self) -> None:
-        endpoint = self.endpoint
+        endpoint, target = self.endpoint, self.sync.target
         returning = endpoint.state is EndpointState.LOST
         try:
-            await self.admit()
+            await self._check_fit()
+            await self._bring_in()
         except InferenceError as error:
-            endpoint.error = str(error)
+            endpoint.error = reason_of(error)
+            # It may be restarted before the next try, and come back with any weights.
+            endpoint.forget_weights()
             endpoint.retries += 1
             delay_s = backoff_s(endpoint.retries, first_s=self.policy.interval_s, max_s=_RETRY_MAX_S)
+            if self.sync.target is not target:
+                delay_s = 0.0  # what failed is not what is wanted any more
             endpoint.retry_at = self.clock() + delay_s
-            log.warning("endpoint.refused", endpoint=endpoint.url, error=str(error), again_in_s=delay_s)
+            log.warning("endpoint.refused", endpoint=endpoint.name, error=str(error), again_in_s=delay_s)
         else:
             event = "endpoint.returned" if returning else "endpoint.ready"
-            log.info(event, endpoint=endpoint.url, version=endpoint.version)
+            log.info(event, endpoint=endpoint.name, version=endpoint.version)

@@ -17,18 +17,19 @@ from pathlib import Path
 
 import structlog
 
+from envs.errors import shown_url
 from envs.importing import ImportReferenceError, import_attribute
-from orchestrator.errors import ConfigError
-from orchestrator.inference.endpoint import EngineApi, EngineError, EngineUnfitError, InferenceError
+from orchestrator.errors import ConfigError, InferenceError
+from orchestrator.inference.checkpoint import find_problem
+from orchestrator.inference.engine import EngineApi, EngineError, EngineUnfitError
 
 log = structlog.get_logger(__name__)
 
 _RECOVERY_TIMEOUT_S = 15.0
-_WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 
 
 class WeightUpdateError(InferenceError):
-    """A published version cannot be used; no engine was touched."""
+    """A version cannot be loaded: its path is not in order, or no inference server would have it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +81,10 @@ def build_weight_update(spec: str) -> WeightUpdate:
     return WeightUpdate(name=spec, apply=found)
 
 
-async def check_weights(update: WeightUpdate, version: int, path: str | None, *, local: bool) -> str | None:
-    """The path as engines are to be given it; WeightUpdateError if it cannot be loaded.
+async def check_weights(
+    update: WeightUpdate, version: int, path: str | None, *, local: bool, remedy: str
+) -> str | None:
+    """The path as engines are to be given it; WeightUpdateError, with the remedy, if it cannot be loaded.
 
     Asking an engine to load a folder that is not there ends the engine, so the folder is looked at first.
     `local` is False where engines see other folders than this process.
@@ -95,20 +98,19 @@ async def check_weights(update: WeightUpdate, version: int, path: str | None, *,
         return None
     if not update.needs_path or not local:
         return path
-    return await asyncio.to_thread(_find_weights, version, path)
+    found, problem = await asyncio.to_thread(_look_at, path)
+    if problem:
+        raise WeightUpdateError(f"version {version}: {problem}; {remedy}")
+    return found
 
 
-def _find_weights(version: int, path: str) -> str:
-    # Absolute, because the engine's working directory is not ours.
-    folder = Path(path).expanduser().absolute()
-    remedy = "publish after the files are written; if only the engines see the folder, set inference.check_weights = false"
-    if not folder.is_dir():
-        raise WeightUpdateError(f"version {version}: {folder} is not a folder; {remedy}")
-    if not any(next(folder.glob(pattern), None) for pattern in _WEIGHT_FILES):
-        raise WeightUpdateError(
-            f"version {version}: {folder} holds no weights ({', '.join(_WEIGHT_FILES)}); {remedy}"
-        )
-    return str(folder)
+def _look_at(path: str) -> tuple[str, str]:
+    try:
+        # Absolute, because the engine's working directory is not ours.
+        folder = Path(path).expanduser().absolute()
+        return str(folder), find_problem(folder)
+    except (RuntimeError, ValueError) as error:  # a home of nobody, a name that no file can have
+        return path, f"{path!r} is not a folder ({error})"
 
 
 async def _apply_none(request: UpdateRequest) -> None:
@@ -149,7 +151,7 @@ async def _resume(engine: EngineApi, *, abort: Callable[[], Awaitable[object]] |
             await engine.post(resume)
     except (EngineError, TimeoutError) as error:
         # The load's own failure is the one to report; the pool takes the engine out either way.
-        log.warning("weights.resume_failed", endpoint=engine.url, error=str(error) or "timed out")
+        log.warning("weights.resume_failed", endpoint=shown_url(engine.url), error=str(error) or "timed out")
 
 
 async def _apply_vllm(request: UpdateRequest) -> None:
@@ -178,7 +180,7 @@ async def _admit_vllm(engine: EngineApi) -> None:
     with _dev_mode_explained():
         answer = await engine.get("/is_paused")
     if isinstance(answer, dict) and answer.get("is_paused"):
-        log.warning("endpoint.resumed", endpoint=engine.url, reason="it was found paused")
+        log.warning("endpoint.resumed", endpoint=shown_url(engine.url), reason="it was found paused")
         await engine.post("/resume")
 
 

@@ -21,9 +21,10 @@ import msgspec
 import uvloop
 from aiohttp import web
 
+from envs.lifeline import Lifeline
 from orchestrator.local.chat import ChatRequest, RequestError, decode_body, describe_completion, read_request
 from orchestrator.local.engine import Engine, PauseMode
-from orchestrator.local.lifeline import read_spec, watch_parent
+from orchestrator.local.lifeline import read_spec
 from orchestrator.local.policy import Policy, WeightsError, load_policy
 
 _SHUTDOWN_S = 2.0
@@ -248,11 +249,11 @@ def _json(content: Any, *, status: int = 200) -> web.Response:
     return web.Response(body=msgspec.json.encode(content), status=status, content_type="application/json")
 
 
-async def _serve_until_parent_ends(spec: PolicyServerSpec) -> None:
+async def _serve_until_parent_ends(spec: PolicyServerSpec, lifeline: Lifeline) -> None:
     loop = asyncio.get_running_loop()
     ended = asyncio.Event()
     loop.add_signal_handler(signal.SIGTERM, ended.set)
-    watch_parent(lambda: loop.call_soon_threadsafe(ended.set))
+    lifeline.watch(lambda: loop.call_soon_threadsafe(ended.set), kill_after_s=2 * _SHUTDOWN_S)
     async with serve(spec) as base_url:
         print(msgspec.json.encode({"base_url": base_url}).decode(), flush=True)
         await ended.wait()
@@ -260,9 +261,9 @@ async def _serve_until_parent_ends(spec: PolicyServerSpec) -> None:
 
 def main() -> None:
     """Entry point of the child process."""
-    spec = read_spec(PolicyServerSpec)
+    spec, lifeline = read_spec(PolicyServerSpec)
     with suppress(KeyboardInterrupt), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve_until_parent_ends(spec))
+        runner.run(_serve_until_parent_ends(spec, lifeline))
 
 
 if __name__ == "__main__":

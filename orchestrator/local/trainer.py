@@ -19,11 +19,13 @@ import numpy as np
 import structlog
 
 from envs.logs import configure_logging
-from orchestrator.local.lifeline import read_spec, watch_parent
+from orchestrator.local.lifeline import read_spec
 from orchestrator.local.policy import WEIGHTS_FILE, Experience, Policy, load_policy
 from orchestrator.trainer import TrainerClient
 
 log = structlog.get_logger()
+
+_SHUTDOWN_S = 2.0
 
 
 class TrainerSpec(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
@@ -93,9 +95,9 @@ def train(spec: TrainerSpec, trainer: TrainerClient) -> int:
 
 def main() -> None:
     """Entry point of the child process."""
-    spec = read_spec(TrainerSpec)
+    spec, lifeline = read_spec(TrainerSpec)
     # Weights are saved whole or not at all, so that ending at any moment loses nothing.
-    watch_parent(lambda: signal.raise_signal(signal.SIGTERM))
+    lifeline.watch(lambda: signal.raise_signal(signal.SIGTERM), kill_after_s=_SHUTDOWN_S)
     configure_logging(process="trainer")
     with TrainerClient(spec.address, rank=spec.rank, world_size=spec.world_size, token=spec.token) as trainer:
         train(spec, trainer)

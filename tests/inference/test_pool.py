@@ -1,9 +1,8 @@
 """The inference pool: placement, readiness, loss and return, against real HTTP servers."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,60 +17,20 @@ from orchestrator.inference import (
     EndpointState,
     EngineUnfitError,
     FixedConcurrency,
-    HealthPolicy,
     InferenceError,
     InferencePool,
     build_weight_update,
 )
+from orchestrator.inference.blame import Blame
 from tests.support.inference_engine import ScriptedEngine, folder_of_weights
+from tests.support.inference_pool import QUICK, build_pool, rounds, running
 
-QUICK = HealthPolicy(interval_s=0.01, check_timeout_s=5.0, probe_timeout_s=10.0)
 METRICS = "vllm:num_requests_running {running}\nvllm:num_requests_waiting 0\nvllm:generation_tokens_total {tokens}\n"
-
-
-def build_pool(
-    *engines: ScriptedEngine,
-    update: str = "none",
-    concurrency: FixedConcurrency | AdaptiveConcurrency | None = None,
-    health: HealthPolicy = QUICK,
-    **options: object,
-) -> InferencePool:
-    return InferencePool(
-        [engine.base_url for engine in engines],
-        model="tiny",
-        update=build_weight_update(update),
-        concurrency=concurrency or FixedConcurrency(12),
-        health=health,
-        **options,  # type: ignore[arg-type]  # a few named options of a test
-    )
-
-
-@asynccontextmanager
-async def running(pool: InferencePool) -> AsyncIterator[Callable[[Callable[[], bool]], Awaitable[None]]]:
-    """The pool ready and watched; yields a way to wait for a condition on it."""
-
-    async def until(condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(20):
-            while not condition():  # noqa: ASYNC110  # conditions on an engine and on the clock have no event
-                await asyncio.sleep(0.002)
-
-    async with pool, asyncio.TaskGroup() as group:
-        await pool.wait_ready(10)
-        watching = group.create_task(pool.run())
-        try:
-            yield until
-        finally:
-            watching.cancel()
 
 
 def made_ready(count: int, limit: int = 12) -> InferencePool:
     """A pool whose endpoints are ready without servers behind them, for placement alone."""
-    pool = InferencePool(
-        [f"http://127.0.0.1:{port}/v1" for port in range(1, count + 1)],
-        model="tiny",
-        update=build_weight_update("none"),
-        concurrency=FixedConcurrency(limit),
-    )
+    pool = build_pool(urls=[f"http://127.0.0.1:{port}/v1" for port in range(1, count + 1)], limit=limit)
     for endpoint in pool.endpoints:
         pool.enter(endpoint)
     return pool
@@ -248,19 +207,18 @@ async def test_an_endpoint_is_lost_after_several_failed_checks_and_returns() -> 
         assert events == ["endpoint.lost", "endpoint.returned"]
 
 
-async def test_one_failed_check_is_no_loss() -> None:
-    """A single hiccup does not cost an engine its work."""
-    async with ScriptedEngine() as engine, build_pool(engine) as pool:
-        await pool.wait_ready(10)
-        [watch] = pool.watches
-        engine.broken["/health"] = 500
-        await watch.check()
-        await watch.check()
-        engine.broken.clear()
-        await watch.check()
-        engine.broken["/health"] = 500
-        await watch.check()
-        assert pool.endpoints[0].healthy
+async def test_a_few_failed_checks_are_no_loss() -> None:
+    """A hiccup does not cost an engine its work, and what it complained about is forgotten once it is well."""
+    async with ScriptedEngine() as engine:
+        pool = build_pool(engine)
+        async with running(pool) as until:
+            [endpoint] = pool.endpoints
+            engine.upcoming["/health"] = [500, 500, 200, 500]
+            await until(lambda: endpoint.error)
+            assert endpoint.healthy
+            await until(lambda: not engine.upcoming["/health"])
+            await rounds(engine)
+            assert (endpoint.healthy, endpoint.losses, endpoint.error) == (True, 0, "")
 
 
 async def test_an_engine_that_was_restarted_has_the_current_weights_before_it_gets_work(
@@ -382,70 +340,89 @@ async def test_failures_between_successes_make_no_suspect() -> None:
     assert endpoint.healthy
 
 
-@pytest.mark.parametrize("running", [3, 0])
-async def test_a_hung_engine_is_noticed_by_its_counters_before_any_rollout_times_out(running: int) -> None:
+@pytest.mark.parametrize("gauge", [3, 0])
+async def test_a_hung_engine_is_noticed_by_its_counters_before_any_rollout_times_out(gauge: int) -> None:
     """Tokens that are not made show it, whatever the engine's gauges last said."""
     now = [0.0]
-    engine = ScriptedEngine(metrics=METRICS.format(running=running, tokens=50))
-    async with engine, build_pool(engine, clock=lambda: now[0]) as pool:
-        await pool.wait_ready(10)
-        [watch] = pool.watches
-        pool.acquire(3)
-        await watch.check()
-        now[0] += QUICK.progress_timeout_s / 2
-        engine.metrics = METRICS.format(running=running, tokens=51)
-        await watch.check()
-        now[0] += QUICK.progress_timeout_s
-        await watch.check()
-        assert pool.endpoints[0].healthy
-        now[0] += 1.0
-        await watch.check()
-        assert pool.endpoints[0].state is EndpointState.SUSPECT
-        assert "3 rollouts in flight, no progress for 121 s" in pool.endpoints[0].error
+    engine = ScriptedEngine(metrics=METRICS.format(running=gauge, tokens=50), stuck={"/v1/chat/completions"})
+    async with engine:
+        pool = build_pool(engine, clock=lambda: now[0])
+        async with running(pool) as until:
+            [endpoint] = pool.endpoints
+            pool.acquire(3)
+            await rounds(engine)
+            engine.metrics = METRICS.format(running=gauge, tokens=51)
+            now[0] += QUICK.progress_timeout_s / 2
+            await rounds(engine)
+            now[0] += QUICK.progress_timeout_s
+            await rounds(engine)
+            assert endpoint.healthy
+            now[0] += 1.0
+            await until(lambda: endpoint.state is EndpointState.SUSPECT)
+            assert "3 rollouts in flight, no progress for 121 s" in endpoint.error
+            assert endpoint.out_since == now[0]
 
 
 async def test_an_idle_engine_is_not_suspected() -> None:
     """No token is due where nothing of ours is in flight."""
     now = [0.0]
     engine = ScriptedEngine(metrics=METRICS.format(running=2, tokens=50))  # other clients' requests
-    async with engine, build_pool(engine, clock=lambda: now[0]) as pool:
-        await pool.wait_ready(10)
-        for _ in range(5):
-            now[0] += QUICK.progress_timeout_s
-            await pool.watches[0].check()
-        assert pool.endpoints[0].healthy
+    async with engine:
+        pool = build_pool(engine, clock=lambda: now[0])
+        async with running(pool):
+            for _ in range(5):
+                now[0] += QUICK.progress_timeout_s
+                await rounds(engine)
+                assert pool.endpoints[0].healthy
 
 
 async def test_a_full_engine_that_makes_tokens_is_cleared_by_its_counters_alone() -> None:
     """An overloaded engine would not finish a probe in time, but its counters show that it works."""
-    engine = ScriptedEngine(metrics=METRICS.format(running=3, tokens=50), stuck={"/v1/chat/completions"})
-    async with engine, build_pool(engine) as pool:
-        await pool.wait_ready(10)
-        [watch], [endpoint] = pool.watches, pool.endpoints
-        await watch.check()
-        pool.suspect(endpoint, "test")
-        engine.metrics = METRICS.format(running=3, tokens=60)
-        await watch.check()
-        assert endpoint.healthy
+    engine = ScriptedEngine(
+        metrics=METRICS.format(running=3, tokens=50), broken={"/v1/chat/completions": 500}
+    )
+    async with engine:
+        pool = build_pool(engine)
+        async with running(pool) as until:
+            [endpoint] = pool.endpoints
+            await until(lambda: endpoint.metrics is not None)
+            engine.stuck.add("/health")
+            await rounds_stand_still(engine)
+            pool.suspect(endpoint, "test", Blame.NO_PROGRESS)
+            engine.metrics = METRICS.format(running=3, tokens=60)
+            engine.unstick()
+            await until(lambda: endpoint.healthy)
+            assert endpoint.losses == 0
+
+
+async def rounds_stand_still(engine: ScriptedEngine) -> None:
+    """Return when the next check waits for its first answer."""
+    await engine.wait_for(lambda: engine.calls[-1] == "GET /health" and "/health" in engine.stuck)
+
+
+def has_grown(limits: list[int], steps: int) -> bool:
+    return len(limits) >= steps
 
 
 async def test_the_limit_follows_the_engines_metrics() -> None:
     """Adaptive concurrency reads the engine, moves the limit and tells the dispatcher."""
     engine = ScriptedEngine(metrics=METRICS.format(running=4, tokens=0))
-    concurrency = AdaptiveConcurrency(min_inflight=4, max_inflight=64)
-    async with engine, build_pool(engine, concurrency=concurrency) as pool:
-        await pool.wait_ready(10)
-        limits: list[int] = []
-        pool.on_change = lambda: limits.append(pool.limit)
-        for _ in range(3):
+    async with engine:
+        pool = build_pool(engine, concurrency=AdaptiveConcurrency(min_inflight=4, max_inflight=64))
+        async with running(pool) as until:
+            limits: list[int] = []
+            pool.on_change = lambda: limits.append(pool.limit)
+            for steps in (1, 2, 3):
+                pool.acquire(pool.limit - pool.inflight)
+                await until(partial(has_grown, limits, steps))
+            assert limits == [6, 9, 13]
+            engine.broken["/metrics"] = 500
+            await rounds(engine)
             pool.acquire(pool.limit - pool.inflight)
-            await pool.watches[0].check()
-        assert limits == [6, 9, 13]
-        engine.broken["/metrics"] = 500
-        pool.acquire(pool.limit - pool.inflight)
-        await pool.watches[0].check()
-        assert limits == [6, 9, 13]
-        assert pool.endpoints[0].healthy
+            await rounds(engine)
+            assert limits == [6, 9, 13]
+            assert pool.endpoints[0].healthy
+            assert "/metrics is broken" in pool.endpoints[0].error
 
 
 async def test_the_key_of_the_environment_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -465,20 +442,16 @@ async def test_the_key_of_the_environment_is_sent(monkeypatch: pytest.MonkeyPatc
 async def test_a_list_of_servers_that_cannot_be_meant_is_refused(urls: list[str]) -> None:
     """No server at all, or one named twice, is a mistake in the config."""
     with pytest.raises(ConfigError, match=r"inference\.base_urls"):
-        InferencePool(urls, model="m", update=build_weight_update("none"), concurrency=FixedConcurrency(1))
-
-
-async def test_what_people_see_of_an_endpoint_is_plain_data() -> None:
-    """Status pages get values that serialise."""
-    pool = made_ready(1)
-    assert pool.endpoints[0].describe() == {
-        "url": "http://127.0.0.1:1/v1",
-        "state": "ready",
-        "inflight": 0,
-        "limit": 12,
-        "version": 0,
-        "updating": False,
-        "losses": 0,
-        "error": "",
-        "metrics": None,
-    }
+        InferencePool(
+            urls,
+            model="m",
+            update=build_weight_update("none"),
+            concurrency=FixedConcurrency(1),
+            api_key_env=None,
+            version=0,
+            weights_path=None,
+            check_weights=True,
+            health=QUICK,
+            update_timeout_s=1.0,
+            straggler_grace_s=1.0,
+        )

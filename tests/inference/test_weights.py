@@ -1,7 +1,9 @@
 """Weight updates: the calls that each recipe makes, and what becomes of engines that fail."""
 
 import asyncio
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import structlog
@@ -10,15 +12,15 @@ from orchestrator.errors import ConfigError
 from orchestrator.inference import (
     EndpointState,
     EngineApi,
-    FixedConcurrency,
-    HealthPolicy,
     InferencePool,
     UpdateRequest,
     WeightUpdate,
     WeightUpdateError,
     build_weight_update,
 )
+from tests.support import inference_pool
 from tests.support.inference_engine import ScriptedEngine, folder_of_weights
+from tests.support.inference_pool import rounds, running, watched
 
 seen: list[UpdateRequest] = []
 
@@ -38,16 +40,9 @@ not_callable = 3
 
 
 def build_pool(
-    *engines: ScriptedEngine, update: WeightUpdate | str = "vllm", **options: object
+    *engines: ScriptedEngine, update: WeightUpdate | str = "vllm", **options: Any
 ) -> InferencePool:
-    return InferencePool(
-        [engine.base_url for engine in engines],
-        model="tiny",
-        update=build_weight_update(update) if isinstance(update, str) else update,
-        concurrency=FixedConcurrency(8),
-        health=HealthPolicy(interval_s=0.01),
-        **options,  # type: ignore[arg-type]  # a few named options of a test
-    )
+    return inference_pool.build_pool(*engines, update=update, **options)
 
 
 def administrative(engine: ScriptedEngine) -> list[str]:
@@ -93,8 +88,8 @@ async def test_an_sglang_that_refuses_weights_is_resumed_and_taken_out(tmp_path:
     weights = folder_of_weights(tmp_path, "bad")
     async with ScriptedEngine() as engine, build_pool(engine, update="sglang") as pool:
         await pool.wait_ready(10)
-        report = await pool.update_weights(1, str(weights))
-        assert "shapes differ" in report.failed[engine.base_url]
+        with pytest.raises(WeightUpdateError, match="shapes differ"):
+            await pool.update_weights(1, str(weights))
         assert (engine.aborted, engine.paused) == (1, False)
         assert not pool.ready
 
@@ -102,17 +97,17 @@ async def test_an_sglang_that_refuses_weights_is_resumed_and_taken_out(tmp_path:
 async def test_a_restarted_sglang_is_known_by_its_label(tmp_path: Path) -> None:
     """SGLang's label is read back like vLLM's."""
     weights = folder_of_weights(tmp_path)
-    async with ScriptedEngine() as engine, build_pool(engine, update="sglang") as pool:
-        await pool.wait_ready(10)
-        await pool.update_weights(1, str(weights))
-        [watch] = pool.watches
-        await watch.check()
-        assert pool.endpoints[0].losses == 0
-        engine.restart()
-        await watch.check()
-        assert pool.endpoints[0].losses == 1
-        await watch.check()
-        assert (engine.weights, pool.endpoints[0].healthy) == (str(weights), True)
+    async with ScriptedEngine() as engine:
+        pool = build_pool(engine, update="sglang")
+        async with running(pool) as until:
+            [endpoint] = pool.endpoints
+            await pool.update_weights(1, str(weights))
+            await rounds(engine)
+            assert endpoint.losses == 0
+            engine.restart()
+            await until(lambda: endpoint.losses == 1)
+            await until(lambda: endpoint.healthy)
+            assert engine.weights == str(weights)
 
 
 @pytest.mark.parametrize("kind", ["missing", "empty", "file", "none"])
@@ -193,9 +188,8 @@ async def test_one_stuck_server_wedges_neither_the_others_nor_the_run(tmp_path: 
         assert [endpoint.url for endpoint in pool.ready] == [good.base_url]
         assert not bad.paused
         bad.unstick()
-        for watch in pool.watches:
-            await watch.check()
-        assert len(pool.ready) == 2
+        async with watched(pool) as until:
+            await until(lambda: len(pool.ready) == 2)
         assert bad.weights == str(weights)
 
 
@@ -215,8 +209,9 @@ async def test_stragglers_are_not_waited_for_once_the_others_are_done(tmp_path: 
         assert not slow.paused
         assert len(pool.ready) == 2
         slow.unstick()
-        await pool.watches[2].check()
-        assert (slow.weights, len(pool.ready)) == (str(weights), 3)
+        async with watched(pool) as until:
+            await until(lambda: len(pool.ready) == 3)
+        assert slow.weights == str(weights)
 
 
 async def test_a_stuck_pause_is_undone(tmp_path: Path) -> None:
@@ -224,13 +219,12 @@ async def test_a_stuck_pause_is_undone(tmp_path: Path) -> None:
     weights = folder_of_weights(tmp_path)
     async with ScriptedEngine(stuck={"/pause"}) as engine, build_pool(engine, update_timeout_s=0.2) as pool:
         await pool.wait_ready(10)
-        async with asyncio.TaskGroup() as group:
-            update = group.create_task(pool.update_weights(1, str(weights)))
-            # The first pause hangs until its time is up; the clean-up's own is let through.
-            await engine.wait_for(lambda: engine.calls.count("POST /pause") == 2)
-            engine.unstick()
-            report = await update
-        assert list(report.failed) == [engine.base_url]
+        update = asyncio.create_task(pool.update_weights(1, str(weights)))
+        # The first pause hangs until its time is up; the clean-up's own is let through.
+        await engine.wait_for(lambda: engine.calls.count("POST /pause") == 2)
+        engine.unstick()
+        with pytest.raises(WeightUpdateError, match=engine.base_url):
+            await update
         assert engine.calls[-1] == "POST /resume"
         assert not engine.paused
 
@@ -287,8 +281,9 @@ async def test_a_cancelled_update_leaves_no_engine_paused_nor_in_service(tmp_pat
         assert not engine.paused
         assert pool.endpoints[0].state is EndpointState.LOST
         engine.unstick()
-        await pool.watches[0].check()
-        assert (engine.weights, pool.endpoints[0].healthy) == (str(weights), True)
+        async with watched(pool) as until:
+            await until(lambda: pool.endpoints[0].healthy)
+        assert engine.weights == str(weights)
 
 
 async def test_health_is_not_judged_during_an_update(tmp_path: Path) -> None:
@@ -318,7 +313,8 @@ async def test_an_engine_without_labels_can_be_updated(tmp_path: Path) -> None:
         await pool.wait_ready(10)
         report = await pool.update_weights(1, str(weights))
         assert report.failed == {}
-        await pool.watches[0].check()
+        async with watched(pool):
+            await rounds(engine)
         assert (pool.endpoints[0].healthy, pool.endpoints[0].losses) == (True, 0)
 
 
@@ -328,19 +324,18 @@ async def test_a_folder_that_is_gone_is_not_given_to_an_engine_that_returns(tmp_
     async with ScriptedEngine() as engine, build_pool(engine) as pool:
         await pool.wait_ready(10)
         await pool.update_weights(1, str(weights))
-        (weights / "model.safetensors").unlink()
-        weights.rmdir()
+        shutil.rmtree(weights)
         engine.restart()
         engine.calls.clear()
-        [watch], [endpoint] = pool.watches, pool.endpoints
-        for _ in range(3):
-            await watch.check()
-        assert "is not a folder" in endpoint.error
-        assert administrative(engine) == []
-        await pool.update_weights(2, str(folder_of_weights(tmp_path, "newer")))
-        endpoint.retry_at = 0.0
-        await watch.check()
-        assert (endpoint.healthy, endpoint.version) == (True, 2)
+        [endpoint] = pool.endpoints
+        async with watched(pool) as until:
+            await until(lambda: endpoint.retries >= 3)
+            assert "is not a folder" in endpoint.error
+            assert "is not a folder" in pool.missing_weights
+            assert administrative(engine) == []
+            await pool.update_weights(2, str(folder_of_weights(tmp_path, "newer")))
+            await until(lambda: endpoint.healthy)
+            assert (endpoint.version, pool.loaded.version, pool.missing_weights) == (2, 2, "")
 
 
 async def test_none_only_counts_versions() -> None:
@@ -372,8 +367,8 @@ async def test_a_recipe_that_raises_costs_the_endpoint_and_not_the_run() -> None
     name = "tests.inference.test_weights:failing_update"
     async with ScriptedEngine() as engine, build_pool(engine, update=name) as pool:
         await pool.wait_ready(10)
-        report = await pool.update_weights(1, None)
-        assert f"weight update {name} raised KeyError: 'rank 3'" in report.failed[engine.base_url]
+        with pytest.raises(WeightUpdateError, match=f"weight update {name} raised KeyError: 'rank 3'"):
+            await pool.update_weights(1, None)
 
 
 @pytest.mark.parametrize(

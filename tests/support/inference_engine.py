@@ -1,10 +1,12 @@
 """An inference server for the pool's tests: a real HTTP server that answers like vLLM or SGLang, or misbehaves on demand.
 
-It is scripted from outside: `broken` maps a path to a status, `stuck` holds paths that answer only when
-`unstick` is called, `restart` forgets what a restarted engine forgets. It keeps a list of the calls it got.
+It is scripted from outside: `broken` maps a path to a status, `upcoming` to the statuses of its next calls,
+`answers` to a whole answer; `stuck` holds paths that answer only when `unstick` is called; `refused` holds weights
+that it cannot load; `restart` forgets what a restarted engine forgets. It keeps a list of the calls it got.
 """
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +28,11 @@ class ScriptedEngine:
     aborted: int = 0
     metrics: str | None = None
     token: str | None = None
+    prefix: str = "/v1"
+    token_ids: bool = True
+    refused: set[str] = field(default_factory=set)
+    answers: dict[str, tuple[int, str]] = field(default_factory=dict)
+    upcoming: dict[str, list[int]] = field(default_factory=dict)
     broken: dict[str, int] = field(default_factory=dict)
     stuck: set[str] = field(default_factory=set)
     calls: list[str] = field(default_factory=list)
@@ -85,8 +92,12 @@ class ScriptedEngine:
             return web.json_response({"error": "Unauthorized"}, status=401)
         if path in self.stuck:
             await self._unstick.wait()
-        if path in self.broken:
-            return web.Response(status=self.broken[path], text=f"{path} is broken")
+        status = self.upcoming[path].pop(0) if self.upcoming.get(path) else self.broken.get(path, 200)
+        if status != 200:
+            return web.Response(status=status, text=f"{path} is broken")
+        if path in self.answers:
+            status, text = self.answers[path]
+            return web.Response(status=status, text=text, content_type="text/html")
         handler = self._handlers().get(path)
         if handler is None:
             return web.json_response({"detail": "Not Found"}, status=404)
@@ -97,8 +108,8 @@ class ScriptedEngine:
     def _handlers(self) -> dict[str, Callable[[dict[str, Any], dict[str, str]], Awaitable[Any]]]:
         handlers: dict[str, Callable[[dict[str, Any], dict[str, str]], Awaitable[Any]]] = {
             "/health": self._health,
-            "/v1/models": self._models,
-            "/v1/chat/completions": self._chat,
+            f"{self.prefix}/models": self._models,
+            f"{self.prefix}/chat/completions": self._chat,
         }
         if self.metrics is not None:
             handlers["/metrics"] = self._metrics
@@ -125,7 +136,12 @@ class ScriptedEngine:
         return {"object": "list", "data": [{"id": self.model}]}
 
     async def _chat(self, body: dict[str, Any], query: dict[str, str]) -> Any:
-        return {"choices": [{"message": {"content": "."}}]}
+        choice: dict[str, Any] = {"message": {"content": "."}, "finish_reason": "length"}
+        answer: dict[str, Any] = {"choices": [choice]}
+        if self.token_ids and body.get("return_token_ids"):
+            choice |= {"token_ids": [5], "logprobs": {"content": [{"token": ".", "logprob": -0.5}]}}
+            answer["prompt_token_ids"] = [1, 2, 3]
+        return answer
 
     async def _metrics(self, body: dict[str, Any], query: dict[str, str]) -> Any:
         return web.Response(text=self.metrics or "")
@@ -152,6 +168,8 @@ class ScriptedEngine:
 
     async def _reload(self, body: dict[str, Any], query: dict[str, str]) -> Any:
         assert body["method"] == "reload_weights"
+        if body["kwargs"]["weights_path"] in self.refused:
+            return web.Response(status=500, text="size mismatch for lm_head.weight")
         self._load(body["kwargs"]["weights_path"])
         return {"results": [None]}
 
@@ -176,9 +194,19 @@ class ScriptedEngine:
         return {"weight_version": self.label}
 
 
+def safetensors(data_bytes: int = 16) -> bytes:
+    """A safetensors file with one tensor of this size."""
+    header = {
+        "__metadata__": {"format": "pt"},
+        "w": {"dtype": "U8", "shape": [data_bytes], "data_offsets": [0, data_bytes]},
+    }
+    encoded = json.dumps(header).encode()
+    return len(encoded).to_bytes(8, "little") + encoded + bytes(data_bytes)
+
+
 def folder_of_weights(parent: Path, name: str = "weights") -> Path:
-    """A folder that looks as if a trainer had written weights to it."""
+    """A folder as a trainer writes weights to it."""
     folder = parent / name
     folder.mkdir()
-    (folder / "model.safetensors").write_bytes(b"")
+    (folder / "model.safetensors").write_bytes(safetensors())
     return folder

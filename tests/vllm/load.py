@@ -10,10 +10,36 @@ from envs.errors import RolloutFailure
 from envs.inference_client import InferenceClient, RetryPolicy
 from envs.model import Model, ModelSettings
 from envs.rollout import Rollout
-from orchestrator.inference import Endpoint, InferencePool
-from tests.vllm.engine import MODEL
+from orchestrator.inference import (
+    AdaptiveConcurrency,
+    Endpoint,
+    FixedConcurrency,
+    HealthPolicy,
+    InferencePool,
+    build_weight_update,
+)
+from tests.vllm.engine import MODEL, VllmEngine
 
 SAMPLING: Mapping[str, Any] = {"temperature": 1.0, "max_tokens": 48, "ignore_eos": True}
+
+
+def build_pool(
+    engine: VllmEngine, concurrency: FixedConcurrency | AdaptiveConcurrency, health: HealthPolicy
+) -> InferencePool:
+    """A pool of one engine whose weights can be updated."""
+    return InferencePool(
+        [engine.base_url],
+        model=MODEL,
+        update=build_weight_update("vllm"),
+        concurrency=concurrency,
+        api_key_env=None,
+        version=0,
+        weights_path=None,
+        check_weights=True,
+        health=health,
+        update_timeout_s=60.0,
+        straggler_grace_s=30.0,
+    )
 
 
 @dataclass(frozen=True)

@@ -5,21 +5,15 @@ from dataclasses import dataclass
 
 import pytest
 
-from orchestrator.inference import (
-    AdaptiveConcurrency,
-    FixedConcurrency,
-    HealthPolicy,
-    InferencePool,
-    build_weight_update,
-)
-from tests.vllm.engine import MODEL, VllmEngine
-from tests.vllm.load import Load, loaded
+from orchestrator.inference import AdaptiveConcurrency, FixedConcurrency, HealthPolicy
+from tests.vllm.engine import VllmEngine
+from tests.vllm.load import Load, build_pool, loaded
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 MOST = 24
 MAX_TOKENS = 400  # one cache block at the start, four at the end: 24 blocks hold six to ten rollouts
-HEALTH = HealthPolicy(interval_s=0.25, check_timeout_s=20.0)
+HEALTH = HealthPolicy(interval_s=0.25, progress_timeout_s=120.0, check_timeout_s=20.0)
 
 
 @pytest.fixture(scope="module")
@@ -59,22 +53,15 @@ async def observe(load: Load, rollouts: int) -> Window:
 async def test_the_limit_settles_where_the_engine_hardly_preempts(small_engine: VllmEngine) -> None:
     """With all slots used the engine throws work away; steered by its metrics it stops doing so and keeps busy."""
 
-    def build_pool(concurrency: FixedConcurrency | AdaptiveConcurrency) -> InferencePool:
-        return InferencePool(
-            [small_engine.base_url],
-            model=MODEL,
-            update=build_weight_update("vllm"),
-            concurrency=concurrency,
-            health=HEALTH,
-        )
-
     sampling = {"max_tokens": MAX_TOKENS}
-    async with loaded(build_pool(FixedConcurrency(MOST)), limit=MOST, **sampling) as load:
+    async with loaded(
+        build_pool(small_engine, FixedConcurrency(MOST), HEALTH), limit=MOST, **sampling
+    ) as load:
         await observe(load, MOST)
         fixed = await observe(load, MOST)
         assert load.failures == []
     steered = AdaptiveConcurrency(min_inflight=1, max_inflight=MOST, start_inflight=MOST, probe_s=20.0)
-    async with loaded(build_pool(steered), limit=MOST, **sampling) as load:
+    async with loaded(build_pool(small_engine, steered, HEALTH), limit=MOST, **sampling) as load:
         await observe(load, 3 * MOST)
         settled = await observe(load, 3 * MOST)
         assert load.failures == []

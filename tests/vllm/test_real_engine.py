@@ -23,8 +23,8 @@ from orchestrator.inference import (
     HealthPolicy,
     InferencePool,
     WeightUpdateError,
-    build_weight_update,
 )
+from tests.vllm import load as vllm_load
 from tests.vllm.engine import MODEL, WEIGHTS, VllmEngine, score
 from tests.vllm.load import Booked, loaded
 
@@ -51,14 +51,7 @@ async def http() -> AsyncIterator[aiohttp.ClientSession]:
 
 
 def build_pool(engine: VllmEngine, limit: int = 16) -> InferencePool:
-    return InferencePool(
-        [engine.base_url],
-        model=MODEL,
-        update=build_weight_update("vllm"),
-        concurrency=FixedConcurrency(limit),
-        health=HEALTH,
-        update_timeout_s=60.0,
-    )
+    return vllm_load.build_pool(engine, FixedConcurrency(limit), HEALTH)
 
 
 def weights_of(version: int) -> str:
