@@ -1,7 +1,7 @@
 """Log set-up of the service and of env servers: pretty on a terminal, JSON lines otherwise.
 
 Events are dotted and in the past tense (`env.ready`); everything else is a field. Records of the standard
-library's `logging` (aiohttp, uvicorn, an environment's own) take the same road, so that a log has one
+library's `logging` (aiohttp, an environment's own) take the same road, so that a log has one
 format. Everything goes to standard error. Must stay light: env servers of any interpreter import it.
 """
 
@@ -17,7 +17,7 @@ from structlog.typing import Processor
 LogFormat = Literal["auto", "pretty", "json"]
 
 _LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40, "critical": 50}
-_QUIET = ("asyncio", "aiohttp.access", "uvicorn.access")
+_QUIET = ("asyncio", "aiohttp.access")
 
 
 def configure_logging(

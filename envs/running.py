@@ -51,7 +51,7 @@ class Runner:
             return wire.encode_result(run.id, rollouts)
         # Anything an environment raises is the rollout's outcome; the server and its other runs go on.
         # SystemExit is among it: an exit() in a rollout must not end the server.
-        except (Exception, SystemExit) as error:
+        except (Exception, SystemExit) as error:  # noqa: BLE001  see above
             failure = _failure(run, error, timed_out=isinstance(error, TimeoutError) and deadline.expired())
             self._log(run, failure)
             return [wire.encode(failure)]

@@ -143,9 +143,8 @@ class Driver:
         attempt.request = None
         try:
             self.perform(now)
-        except (
-            Exception
-        ) as error:  # raised inside a link's receiver, which must go on: `run` raises it instead
+        # Raised inside a link's receiver, which must go on: `run` raises it instead.
+        except Exception as error:  # noqa: BLE001  see above
             self._error = error
         self._wake.set()
 

@@ -107,7 +107,7 @@ class Service:
         """The parts run in one group; the run's end, a stop or the first failure cancels them all."""
 
         async def end() -> None:
-            stopped: asyncio.Future[Any] = asyncio.create_task(self.stop.wait())
+            stopped: asyncio.Future[Any] = asyncio.create_task(self.stop.wait())  # noqa: TID251  ended below
             try:
                 waits: list[asyncio.Future[Any]] = [self.run.ended, stopped]
                 await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
@@ -236,8 +236,8 @@ async def start_service(config: Config, *, fresh: bool = False) -> AsyncIterator
 
 async def _wait_ready(children: LocalChildren, waits: Sequence[Coroutine[Any, Any, None]]) -> None:
     """Wait for all neighbours side by side; a policy server that dies meanwhile ends the wait."""
-    watch = asyncio.create_task(children.watch_server())
-    ready = asyncio.create_task(side_by_side(waits))
+    watch = asyncio.create_task(children.watch_server())  # noqa: TID251  both are ended and awaited below
+    ready = asyncio.create_task(side_by_side(waits))  # noqa: TID251  same
     try:
         await asyncio.wait(
             [ready, watch] if children.has_server else [ready], return_when=asyncio.FIRST_COMPLETED

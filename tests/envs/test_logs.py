@@ -24,7 +24,7 @@ class Terminal(io.StringIO):
 def _as_before() -> Iterator[None]:
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
-    quiet = {name: logging.getLogger(name).level for name in ("asyncio", "aiohttp.access", "uvicorn.access")}
+    quiet = {name: logging.getLogger(name).level for name in ("asyncio", "aiohttp.access")}
     yield
     structlog.reset_defaults()
     root.handlers[:] = handlers
@@ -57,7 +57,7 @@ def test_events_are_json_lines_with_the_fields_of_the_process() -> None:
 
 
 def test_the_standard_library_takes_the_same_road() -> None:
-    """Lines of aiohttp, uvicorn or an environment's own logger look like ours."""
+    """Lines of aiohttp or an environment's own logger look like ours."""
     out = io.StringIO()
     configure_logging("info", stream=out, server="math-0")
     logging.getLogger("some.library").warning("took %d s", 3)
@@ -115,5 +115,5 @@ def test_importing_the_sdk_stays_light() -> None:
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=50
     )
-    for heavy in ("pydantic", "orchestrator", "aiohttp", "uvicorn", "starlette", "zmq"):
+    for heavy in ("pydantic", "orchestrator", "aiohttp", "zmq"):
         assert f"'{heavy}'" not in done.stdout
