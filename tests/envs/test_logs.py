@@ -6,11 +6,12 @@ import logging
 import subprocess
 import sys
 from collections.abc import Iterator
+from datetime import datetime
 
 import pytest
 import structlog
 
-from envs.logs import configure_logging
+from envs.logs import MAX_FIELD_CHARS, configure_logging
 
 
 class Terminal(io.StringIO):
@@ -99,6 +100,57 @@ def test_a_terminal_gets_readable_lines() -> None:
         structlog.get_logger().info("env.ready", tasks=3)
         assert "env.ready" in stream.getvalue()
         assert not stream.getvalue().startswith("{")
+
+
+def test_a_file_gets_every_event_too() -> None:
+    """As JSON with date and time, whatever is shown; exceptions and foreign records included."""
+    shown, kept = Terminal(), io.StringIO()
+    configure_logging("info", stream=shown, copy=kept, process="trainer")
+    structlog.get_logger().info("env.ready", tasks=3)
+    logging.getLogger("some.library").warning("took %d s", 3)
+    try:
+        raise ValueError("broken")
+    except ValueError:
+        structlog.get_logger().exception("rollout.failed")
+    ready, foreign, failed = lines(kept)
+    assert (ready["event"], ready["tasks"], ready["process"]) == ("env.ready", 3, "trainer")
+    assert (foreign["event"], foreign["logger"]) == ("took 3 s", "some.library")
+    assert "ValueError: broken" in str(failed["exception"])
+    assert all(
+        datetime.fromisoformat(str(line["time"])).tzinfo is not None for line in (ready, foreign, failed)
+    )
+    assert "rollout.failed" in shown.getvalue()
+    assert "ValueError: broken" in shown.getvalue()
+
+
+def test_control_characters_are_not_obeyed() -> None:
+    """What a server answered cannot clear the screen on which the log is watched."""
+    out = io.StringIO()
+    configure_logging("info", "pretty", stream=out)
+    structlog.get_logger().info("failed\x1b[2J", message="a\x1b]0;title\x07b\x9b2J")
+    assert not {"\x1b", "\x07", "\x9b"} & set(out.getvalue())
+    assert "failed�[2J" in out.getvalue()
+
+
+def test_long_fields_are_cut() -> None:
+    """What a foreign server says cannot fill a disk; beginning and end stay, and how much is missing is said."""
+    out = io.StringIO()
+    configure_logging("info", stream=out)
+    structlog.get_logger().info("a" * 20_000, message="b" * 9_000 + "end", values=["c" * 9_000], short="d")
+    logging.getLogger("some.library").warning("%s", "e" * 9_000)
+    try:
+        raise ValueError("f" * 9_000)
+    except ValueError:
+        structlog.get_logger().exception("rollout.failed")
+    first, second, third = lines(out)
+    assert all(
+        len(str(value)) <= MAX_FIELD_CHARS for line in (first, second, third) for value in line.values()
+    )
+    assert str(first["message"]).startswith("bbb")
+    assert str(first["message"]).endswith("end")
+    assert "1103 characters are cut" in str(first["message"])
+    assert first["short"] == "d"
+    assert str(third["exception"]).startswith("Traceback")
 
 
 def test_unknown_levels_and_formats_are_refused() -> None:
