@@ -45,7 +45,7 @@ test-vllm: $(READY) ## run the tests against a real vLLM, which is installed fir
 
 coverage: $(READY) ## run the quick tests and show how much of each room they reach, child processes included
 	@rm -rf build/coverage && mkdir -p build/coverage
-	$(MAKE) test TEST_OPTIONS="--cov --cov-report="
+	$(MAKE) test TEST_OPTIONS="--cov --cov-report= --timeout 240"
 	@$(BIN)/python .ci/coverage_by_room.py
 
 release-check: ## all that must hold before a release; takes hours, and its log stays in build/

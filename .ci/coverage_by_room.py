@@ -7,9 +7,9 @@ import coverage
 
 
 def main() -> int:
-    """Gather what every process left behind, and print a line per room and one for all."""
+    """Print a line per room and one for all."""
     data = coverage.Coverage()
-    data.combine()
+    data.load()
     statements, missed = Counter[str](), Counter[str]()
     for path in sorted(data.get_data().measured_files()):
         parts = path.split("/")
