@@ -18,7 +18,7 @@ PARALLEL := --numprocesses $(WORKERS) --dist worksteal
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-adapters test-slow crash test-vllm coverage release-check adapters check format bench docs lock clean
+.PHONY: help setup run test test-adapters test-slow crash soak test-vllm coverage release-check adapters check format bench docs lock clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-13s %s\n", $$1, $$2}' Makefile
@@ -39,6 +39,9 @@ test-slow: $(READY) ## run the tests that take longer than a few seconds each
 
 crash: $(READY) ## kill the orchestrator hundreds of times and prove that nothing was lost or repeated
 	CRASH_SEEDS=$(or $(CRASH_SEEDS),10) $(PYTEST) -m slow tests/integration/test_crash.py --timeout 3600
+
+soak: $(READY) ## run the service for an hour and see that it does not grow; SOAK_S=600 for ten minutes
+	SOAK_S=$(or $(SOAK_S),3600) $(PYTEST) -m slow tests/integration/test_soak.py
 
 test-vllm: $(READY) ## run the tests against a real vLLM, which is installed first (3.4 GB)
 	$(PYTEST) -m vllm tests/vllm
