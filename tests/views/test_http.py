@@ -299,7 +299,7 @@ async def test_who_does_not_finish_a_request_is_disconnected(sent: bytes) -> Non
 
 async def test_a_connection_that_is_kept_alive_is_closed_when_nothing_comes() -> None:
     """After an answer the idle time begins anew."""
-    async with serving(idle_s=0.2) as site, connected(site) as (reader, writer):
+    async with serving(idle_s=1.0) as site, connected(site) as (reader, writer):
         writer.write(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert (await everything(reader)).endswith(b"ok\n")
 
@@ -308,7 +308,7 @@ async def test_a_client_that_never_reads_is_disconnected() -> None:
     """An answer that nobody takes does not hold its connection: the rest of it never comes."""
     large = b"x" * 50_000_000
     app = build_app(status=sample_status, metrics=lambda: large, token=None)
-    async with serve_http(app, host="127.0.0.1", port=0, max_connections=1, idle_s=0.2) as address:
+    async with serve_http(app, host="127.0.0.1", port=0, max_connections=1, idle_s=1.0) as address:
         site = Site(address)
         async with connected(site) as (reader, writer):
             writer.write(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n")
