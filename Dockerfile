@@ -3,7 +3,7 @@
 FROM python:3.12-slim AS build
 WORKDIR /src
 RUN python -m venv /opt/venv
-COPY pyproject.toml constraints.txt README.md ./
+COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY envs ./envs
 COPY orchestrator ./orchestrator
 RUN /opt/venv/bin/pip install --no-cache-dir --constraint constraints.txt .
@@ -22,8 +22,9 @@ ENV PATH=/opt/venv/bin:$PATH PYTHONUNBUFFERED=1
 USER 10001
 WORKDIR /home/orchestrator
 VOLUME /runs
-# HTTP answers only once the neighbours are ready, and a large model takes minutes to load.
-HEALTHCHECK --interval=10s --timeout=5s --start-period=10m --retries=3 \
+# HTTP answers from the very start, also while a large model still loads: this says that the process is alive. Whether
+# the run is under way is /readyz's to say.
+HEALTHCHECK --interval=10s --timeout=5s --start-period=30s --retries=3 \
     CMD ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8600/healthz', timeout=3)"]
 # tini passes signals on and reaps what env servers may leave behind.
 ENTRYPOINT ["/usr/bin/tini", "--", "orchestrator"]

@@ -10,37 +10,59 @@ NEW_ENOUGH := -c 'import sys; sys.exit(sys.version_info < (3, 11))'
 HAVE_PYTHON = $(PYTHON) $(NEW_ENOUGH) 2>/dev/null || { echo "Python 3.11 or newer is needed, and $(PYTHON) is \
 $$($(PYTHON) --version 2>/dev/null || echo not there); name another one: PYTHON=python3.12" >&2; exit 1; }
 
+# Tests that start processes wait much, so one worker more than there are cores. WORKERS=0 runs them one by one.
+WORKERS ?= $(shell expr $$(nproc 2>/dev/null || echo 2) + 1)
+PYTEST := $(BIN)/python -m pytest
+PARALLEL := --numprocesses $(WORKERS) --dist worksteal
+# Without compiled modules every process that a test starts compiles the packages again, which takes most of its time.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-slow crash test-vllm adapters check format bench docs lock clean
+.PHONY: help setup run test test-adapters test-slow crash soak test-vllm coverage release-check adapters check format bench docs lock clean
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-13s %s\n", $$1, $$2}' Makefile
 
 setup: $(READY) ## make .venv and install everything into it
 
 run: $(READY) ## run the whole loop on this machine, from the start (configs/quickstart.toml)
 	$(BIN)/orchestrator run configs/quickstart.toml --fresh
 
-test: $(READY) adapters ## run the tests, without the slow ones
-	$(BIN)/python -m pytest -m "not slow and not vllm"
+test: $(READY) ## run the quick tests, side by side; they need no library but those in .venv
+	$(PYTEST) $(PARALLEL) -m "not slow and not adapters and not vllm" $(TEST_OPTIONS)
 
-test-slow: $(READY) adapters ## run the tests that take longer than a few seconds each
-	$(BIN)/python -m pytest -m "slow and not vllm" --timeout 600
+test-adapters: $(READY) adapters ## run the tests of reasoning-gym and verifiers environments (installs 2 GB, once)
+	$(PYTEST) -m "adapters and not vllm" --timeout 600 tests/adapters
+
+test-slow: $(READY) ## run the tests that take longer than a few seconds each
+	$(PYTEST) $(PARALLEL) -m "slow and not adapters and not vllm" --timeout 600
 
 crash: $(READY) ## kill the orchestrator hundreds of times and prove that nothing was lost or repeated
-	CRASH_SEEDS=10 $(BIN)/python -m pytest -m slow tests/integration/test_crash.py --timeout 3600
+	CRASH_SEEDS=$(or $(CRASH_SEEDS),10) $(PYTEST) -m slow tests/integration/test_crash.py --timeout 3600
+
+soak: $(READY) ## run the service for an hour and see that it does not grow; SOAK_S=600 for ten minutes
+	SOAK_S=$(or $(SOAK_S),3600) $(PYTEST) -m slow tests/integration/test_soak.py
 
 test-vllm: $(READY) ## run the tests against a real vLLM, which is installed first (3.4 GB)
-	$(BIN)/python -m pytest -m vllm tests/vllm
+	$(PYTEST) -m vllm tests/vllm
 
-check: $(READY) ## lint, formatting, types
-	$(BIN)/ruff check $(PACKAGES)
-	$(BIN)/ruff format --check $(PACKAGES)
+coverage: $(READY) ## run the quick tests and show how much of each room they reach, child processes included
+	@rm -rf build/coverage && mkdir -p build/coverage
+	$(MAKE) test TEST_OPTIONS="--cov --cov-report= --timeout 240"
+	@$(BIN)/python .ci/coverage_by_room.py
+
+release-check: ## all that must hold before a release; takes hours, and its log stays in build/
+	@PYTHON=$(PYTHON) .ci/release-check
+
+check: $(READY) ## lint, formatting, types, and which room imports which
+	$(BIN)/ruff check $(PACKAGES) .ci
+	$(BIN)/ruff format --check $(PACKAGES) .ci
 	$(BIN)/mypy --strict $(PACKAGES)
+	$(BIN)/lint-imports
 
 format: $(READY) ## format the code, and fix what the linter can
-	$(BIN)/ruff check --fix $(PACKAGES)
-	$(BIN)/ruff format $(PACKAGES)
+	$(BIN)/ruff check --fix $(PACKAGES) .ci
+	$(BIN)/ruff format $(PACKAGES) .ci
 
 bench: $(READY) adapters ## print every figure; ONLY=name for one benchmark
 	$(BIN)/python -m benchmarks $(ONLY)
@@ -59,7 +81,7 @@ lock: ## write constraints.txt anew, from the newest versions that pyproject.tom
 	mv build/constraints.txt constraints.txt
 
 clean: ## remove .venv, caches and build products; runs/ stays
-	rm -rf $(VENV) .venv-* build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-* build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	find $(PACKAGES) -type d -name __pycache__ -prune -exec rm -rf {} +
 
 # The stamp is the last thing written: an interrupted set-up is taken up again. An interpreter that is gone or too old

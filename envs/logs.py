@@ -1,13 +1,16 @@
 """Log set-up of the service and of env servers: pretty on a terminal, JSON lines otherwise.
 
 Events are dotted and in the past tense (`env.ready`); everything else is a field. Records of the standard
-library's `logging` (aiohttp, uvicorn, an environment's own) take the same road, so that a log has one
-format. Everything goes to standard error. Must stay light: env servers of any interpreter import it.
+library's `logging` (aiohttp, an environment's own) take the same road, so that a log has one
+format. Everything goes to standard error, and to a file as well where there is one. A field that is too long is cut, so
+that one message of a foreign server cannot fill a disk; on a terminal, control characters are not obeyed. Must stay light: env servers of any interpreter import it.
 """
 
 import logging
+import re
 import sys
 from collections.abc import MutableMapping
+from datetime import UTC, datetime
 from typing import Any, Literal, TextIO
 
 import msgspec
@@ -17,10 +20,10 @@ from structlog.typing import Processor
 LogFormat = Literal["auto", "pretty", "json"]
 
 _LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40, "critical": 50}
-_MAX_TEXT_CHARS = 16_000
-"""Longest text in an event; an environment may log a whole prompt, or a page of HTML as an error."""
-
-_QUIET = ("asyncio", "aiohttp.access", "uvicorn.access")
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+_QUIET = ("asyncio", "aiohttp.access")
+MAX_FIELD_CHARS = 8000
+"""Of each field; what is cut is the middle, for the end of a traceback says what was wrong."""
 
 
 def configure_logging(
@@ -28,9 +31,13 @@ def configure_logging(
     format: LogFormat = "auto",  # noqa: A002  named as in the configuration
     *,
     stream: TextIO | None = None,
+    copy: TextIO | None = None,
     **bound: Any,
 ) -> None:
-    """Set up structlog and the standard library; `bound` fields are added to every event of the process."""
+    """Set up structlog and the standard library; `bound` fields are added to every event of the process.
+
+    `copy` gets every event too, always as JSON.
+    """
     number = _LEVELS.get(level.lower())
     if number is None:
         raise ValueError(f'there is no log level "{level}"; there are: {", ".join(_LEVELS)}')
@@ -43,22 +50,21 @@ def configure_logging(
         structlog.processors.add_log_level,
         structlog.processors.StackInfoRenderer(),
         _Bound(bound),
+        cut_fields,
         structlog.processors.TimeStamper(fmt="%H:%M:%S.%f" if pretty else "iso", utc=not pretty, key="time"),
     ]
     ends: list[Processor] = (
         [
-            _cut,
+            _tame,
             structlog.dev.ConsoleRenderer(
                 colors=out.isatty(), exception_formatter=_plain, timestamp_key="time"
             ),
         ]
         if pretty
-        else [
-            structlog.processors.format_exc_info,
-            _cut,
-            structlog.processors.JSONRenderer(serializer=_to_json),
-        ]
+        else list(_AS_JSON)
     )
+    if copy is not None:
+        ends.insert(0, _Copy(copy))
     structlog.configure(
         processors=[*shared, *ends],
         wrapper_class=structlog.make_filtering_bound_logger(number),
@@ -91,12 +97,38 @@ class _Bound:
         return event
 
 
-def _cut(logger: Any, method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-    """Keep every text of an event within a bound: its beginning and its end, where a traceback says why."""
+class _Copy:
+    """Writes every event to a second place, as JSON, and passes it on as it was."""
+
+    def __init__(self, out: TextIO) -> None:
+        self._out = out
+
+    def __call__(self, logger: Any, method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+        # In a log that is read later a time has its date.
+        line: Any = {**event, "time": datetime.now(UTC).isoformat().replace("+00:00", "Z")}
+        for processor in _AS_JSON:
+            line = processor(logger, method, line)
+        self._out.write(f"{line}\n")
+        return event
+
+
+def cut_fields(logger: Any, method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    """Cut every field that is too long; one that is no text, as the text that it would be shown as."""
     for key, value in event.items():
-        if isinstance(value, str) and len(value) > _MAX_TEXT_CHARS:
-            half = _MAX_TEXT_CHARS // 2
-            event[key] = f"{value[:half]} … ({len(value)} characters) … {value[-half:]}"
+        if isinstance(value, bool | int | float | None) or key in ("exc_info", "_record"):
+            continue
+        text = value if isinstance(value, str) else _to_json(value)
+        if len(text) > MAX_FIELD_CHARS:
+            kept = MAX_FIELD_CHARS // 2 - 50  # with the words between them no longer than what is not cut
+            event[key] = f"{text[:kept]} … {len(text) - 2 * kept} characters are cut here … {text[-kept:]}"
+    return event
+
+
+def _tame(logger: Any, method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    """Replace what a terminal would obey in text that may come from elsewhere."""
+    for key, value in event.items():
+        if isinstance(value, str):
+            event[key] = _CONTROL.sub("�", value)
     return event
 
 
@@ -106,3 +138,8 @@ def _to_json(event: Any, **options: Any) -> str:
 
 
 _plain = structlog.dev.plain_traceback
+_AS_JSON: tuple[Processor, ...] = (
+    structlog.processors.format_exc_info,
+    cut_fields,
+    structlog.processors.JSONRenderer(serializer=_to_json),
+)

@@ -55,6 +55,12 @@ def test_the_health_check_asks_where_the_service_answers() -> None:
     assert "host" not in CONFIG["http"]
 
 
+def test_the_trainer_waits_until_there_is_a_run() -> None:
+    """The image says that the process is alive; the compose file waits for /readyz, at the configured port."""
+    assert f"http://127.0.0.1:{CONFIG['http']['port']}/readyz" in COMPOSE
+    assert "condition: service_healthy" in COMPOSE
+
+
 def test_everything_that_is_copied_reaches_the_builder() -> None:
     """.dockerignore lets through exactly what the Dockerfile copies from the checkout."""
     copied = {

@@ -5,8 +5,11 @@ from its source, imports inside functions included; the costs are seen in a fres
 """
 
 import ast
+import importlib.metadata
+import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -46,6 +49,37 @@ KNOWN = modules("orchestrator", "envs")
 ARROWS = {name: set(imported(path, KNOWN)) for name, path in KNOWN.items()}
 
 
+LIBRARIES = (
+    {name.split(".")[0] for names in ARROWS.values() for name in names}
+    - set(sys.stdlib_module_names)
+    - {"envs", "orchestrator"}
+    - LIBRARIES_OF_ADAPTERS
+)
+"""What the two packages import from elsewhere, by the names under which it is imported."""
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+
+def distribution(requirement: str) -> str:
+    """The name in a requirement or of an installed distribution, spelled in one way."""
+    return re.split(r"[^\w.-]", requirement, maxsplit=1)[0].lower().replace("_", "-")
+
+
+def test_what_is_imported_is_declared() -> None:
+    """A library that merely comes along with another one may go with its next release; none is declared in vain."""
+    installed = importlib.metadata.packages_distributions()
+    needed = {distribution(installed[library][0]) for library in LIBRARIES}
+    assert needed == {distribution(requirement) for requirement in PROJECT["dependencies"]}
+
+
+def test_what_is_declared_is_pinned() -> None:
+    """A fresh checkout installs the versions that were tested, tools included."""
+    pins = {
+        distribution(line) for line in (ROOT / "constraints.txt").read_text().splitlines() if line[0] != "#"
+    }
+    wanted = [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["dev"]]
+    assert {distribution(requirement) for requirement in wanted} <= pins
+
+
 def loaded_by(statement: str) -> set[str]:
     """The modules that a fresh interpreter has loaded after a statement."""
     code = f"import sys; before = set(sys.modules); {statement}; print(*sorted(set(sys.modules) - before))"
@@ -68,8 +102,6 @@ HEAVY = {
     "prometheus_client",
     "pydantic",
     "rich",
-    "starlette",
-    "uvicorn",
     "uvloop",
     "zmq",
 }

@@ -97,8 +97,7 @@ class ProceduralTasks:
             dataset, _ = self._locate(index)
         try:
             return float(dataset.score_answer(answer=answer, entry=entry)), True
-        # Foreign code that raises anything at an answer that it does not expect.
-        except Exception:
+        except Exception:  # noqa: BLE001  foreign code, which raises anything at an answer that it does not expect
             dataset.score_answer(answer=entry["answer"], entry=entry)
             return 0.0, False
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from orchestrator import __version__
 from orchestrator.errors import OrchestratorError
+from orchestrator.views.terminal import plain_lines
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -21,7 +22,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return int(arguments.run(arguments))
     except OrchestratorError as error:
-        print(f"orchestrator: {error}", file=sys.stderr)
+        # The message may quote an environment, a server or its log.
+        print(f"orchestrator: {plain_lines(str(error))}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         return 130

@@ -88,7 +88,7 @@ async def _try(spec: TrySpec, environment: Environment, settings: ModelSettings,
             await environment.setup()
             count = responder.tasks_in(split)
         # The environment's own code, which may raise anything: show where, as the server's log would.
-        except Exception:
+        except Exception:  # noqa: BLE001  see above
             console.print_exception(show_locals=False)
             return EXIT_STARTUP
         try:

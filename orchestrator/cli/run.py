@@ -8,10 +8,9 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 from orchestrator.config import Config, find_warnings, load_config
-from orchestrator.errors import JournalError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -84,19 +83,23 @@ def run_loop(main: Callable[[], Any]) -> int:
 
 async def _run(config: Config, *, fresh: bool) -> int:
     import structlog
+    from rich.text import Text
 
     from envs.logs import configure_logging
+    from orchestrator.cli.log_file import open_log
     from orchestrator.service import start_service
+    from orchestrator.service.blueprint import verify
     from orchestrator.service.health import calm_garbage_collector
     from orchestrator.views.progress import print_summary, show_progress
 
+    verify(config)  # nothing is written for a configuration that cannot be started
     console, display = _console(config)
+    log_file = open_log(config.run_dir)
     if display:
-        stream = _open_log(config.run_dir)
-        configure_logging(config.log.level, "json", stream=stream)
-        console.print(f"starting {config.run_dir} (log: {stream.name})", soft_wrap=True)
+        configure_logging(config.log.level, "json", stream=log_file)
+        console.print(Text(f"starting {config.run_dir} (log: {log_file.name})"), soft_wrap=True)
     else:
-        configure_logging(config.log.level, config.log.format)
+        configure_logging(config.log.level, config.log.format, copy=log_file)
     log = structlog.get_logger()
     for path, warning in find_warnings(config.model_dump()):
         log.warning("config.warning", path=path, warning=warning)
@@ -115,19 +118,6 @@ async def _run(config: Config, *, fresh: bool) -> int:
         raise
     print_summary(summary, console)
     return signals.exit_code
-
-
-def _open_log(run_dir: Path) -> TextIO:
-    """Where the log goes while the terminal shows the progress display."""
-    from orchestrator.journal.directory import make_private, open_private
-
-    path = run_dir / "logs" / "orchestrator.log"
-    try:
-        make_private(run_dir)
-        make_private(path.parent)
-        return open(path, "a", encoding="utf-8", buffering=1, opener=open_private)
-    except OSError as error:
-        raise JournalError(f"{run_dir}: the run directory cannot be written: {error.strerror}") from None
 
 
 def _console(config: Config) -> "tuple[Console, bool]":

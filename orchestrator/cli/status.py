@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from orchestrator.errors import ConfigError, OrchestratorError
+from orchestrator.views.terminal import plain, plain_lines
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -29,6 +30,7 @@ def status_command(arguments: argparse.Namespace) -> int:
     """Fetch and print."""
     import msgspec
     from rich.console import Console
+    from rich.text import Text
 
     from orchestrator.facts import Status
     from orchestrator.views.progress import render
@@ -36,7 +38,8 @@ def status_command(arguments: argparse.Namespace) -> int:
     url = arguments.url or _address_of(arguments.run_dir)
     body = _fetch(f"{url.rstrip('/')}/api/status", arguments.token_env)
     if arguments.json:
-        print(body.decode())
+        # JSON has no raw control characters; whatever else answers must not steer the terminal.
+        print(plain_lines(body.decode("utf-8", "replace")))
         return 0
     try:
         status = msgspec.json.decode(body, type=Status)
@@ -46,7 +49,7 @@ def status_command(arguments: argparse.Namespace) -> int:
         ) from None
     console = Console()
     console.print(render(status))
-    console.print(f"state: {status.state}; batch: {status.buffer}")
+    console.print(Text(plain(f"state: {status.state}; batch: {status.buffer}")))
     return 0
 
 

@@ -244,7 +244,7 @@ class Link:
         try:
             on_done(request, answer)
         # The caller's code: its bug must not keep other requests from ending, nor the link from closing.
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001  see above
             message = f"on_done of a request to {self.server} raised"
             self._loop.call_exception_handler({"message": message, "exception": error})
 

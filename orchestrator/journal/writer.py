@@ -129,9 +129,8 @@ class JournalWriter:
             for record in records:
                 record(self._store)
             self._store.commit(sync=sync)
-        except (
-            Exception
-        ) as error:  # A thread has nobody to raise to: whatever it is, the event loop must learn of it.
+        # A thread has nobody to raise to: whatever it is, the event loop must learn of it.
+        except Exception as error:  # noqa: BLE001  see above
             return self._undo(error)
         try:
             self._store.tidy()

@@ -149,7 +149,7 @@ class Driver(Generic[Run_]):
             attempt.request = None
             self.perform()
         # Raised inside a link's receiver, which must go on: `drive` raises it instead.
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001  see above
             self._error = self._error or error
         self._wake.set()
 

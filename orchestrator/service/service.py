@@ -288,8 +288,8 @@ async def start_service(config: Config, *, fresh: bool = False) -> AsyncIterator
 
 async def _wait_ready(children: LocalChildren, waits: Sequence[Coroutine[Any, Any, None]]) -> None:
     """Wait for all neighbours side by side; a policy server that dies meanwhile ends the wait."""
-    watch = asyncio.create_task(children.watch_server())
-    ready = asyncio.create_task(side_by_side(waits))
+    watch = asyncio.create_task(children.watch_server())  # noqa: TID251  both are ended and awaited below
+    ready = asyncio.create_task(side_by_side(waits))  # noqa: TID251  same
     try:
         await asyncio.wait(
             [ready, watch] if children.has_server else [ready], return_when=asyncio.FIRST_COMPLETED

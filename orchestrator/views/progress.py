@@ -1,4 +1,7 @@
-"""What a person sees: the live display while a run goes on, and the closing summary. Both read the facts."""
+"""What a person sees: the live display while a run goes on, and the closing summary. Both read the facts.
+
+What comes from elsewhere (names, messages, addresses) is shown as it is, but for control characters and markup.
+"""
 
 import asyncio
 from collections.abc import Callable
@@ -11,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from orchestrator.facts import Status
+from orchestrator.views.terminal import plain
 
 REFRESH_S = 0.25
 
@@ -51,7 +55,7 @@ def render(status: Status) -> RenderableType:
         bar.add_row(ProgressBar(total=status.max_steps, completed=status.step, width=72))
         parts.append(bar)
     parts.append(_env_table(status))
-    parts.append(Text(f"waits for {status.waiting_for}" if status.waiting_for else "", style="dim"))
+    parts.append(Text(plain(f"waits for {status.waiting_for}") if status.waiting_for else "", style="dim"))
     return Group(*parts)
 
 
@@ -62,7 +66,7 @@ def _env_table(status: Status) -> Table:
         table.add_column(heading, justify="left" if heading == "env" else "right")
     for name, env in status.envs.items():
         table.add_row(
-            Text(name, style="yellow" if env.quarantined else ""),
+            Text(plain(name), style="yellow" if env.quarantined else ""),
             _number(env.reward),
             f"{env.recent:.1%}",
             f"{env.actual:.1%}",
@@ -78,13 +82,13 @@ def _env_table(status: Status) -> Table:
 def print_summary(summary: dict[str, Any], console: Console) -> None:
     """The closing words of a run."""
     console.print()
-    console.print(Text(f"{summary['end']}", style="bold"))
+    console.print(Text(plain(f"{summary['end']}"), style="bold"))
     table = Table(box=None, pad_edge=False, header_style="dim")
     for heading in ("env", "first reward", "last reward", "mix", "target", "sequences"):
         table.add_column(heading, justify="left" if heading == "env" else "right")
     for name, env in summary["envs"].items():
         table.add_row(
-            Text(name),
+            Text(plain(name)),
             _number(env["first_reward"]),
             _number(env["last_reward"]),
             f"{env['actual_share']:.1%}",
@@ -104,8 +108,9 @@ def print_summary(summary: dict[str, Any], console: Console) -> None:
     outcomes = ", ".join(
         f"{n} {outcome.replace('_', ' ')}" for outcome, n in summary["outcomes"].items() if n
     )
-    console.print(f"{summary['steps']} steps in {summary['wall_time_s']:.1f} s; rollouts: {outcomes}")
-    console.print(Text(f"run directory: {summary['run_dir']}"), soft_wrap=True)
+    line = f"{summary['steps']} steps in {summary['wall_time_s']:.1f} s; rollouts: {outcomes}"
+    console.print(Text(plain(line)))
+    console.print(Text(plain(f"run directory: {summary['run_dir']}")), soft_wrap=True)
 
 
 def _number(value: float | None) -> str:

@@ -99,6 +99,13 @@ def driver(venv: Venv) -> Iterator[Driver]:
         running.close()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Whatever asks for a library's virtualenv is a test of `make test-adapters`; the others need nothing foreign."""
+    for item in items:
+        if {"reasoning_gym", "classic", "v1"} & set(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.adapters)
+
+
 @pytest.fixture(scope="session")
 def reasoning_gym() -> Iterator[Driver]:
     yield from driver(REASONING_GYM)

@@ -15,7 +15,7 @@ import pytest
 from orchestrator import __version__
 from orchestrator.cli import build_parser, main
 from orchestrator.views.http import build_app, serve_http
-from tests.support.sample_status import sample_status
+from tests.support.sample_status import env_status, sample_status
 
 ROOT = Path(__file__).parents[2]
 COMMAND = Path(sys.executable).parent / "orchestrator"
@@ -182,6 +182,30 @@ class TestStatus:
         shown: dict[str, Any] = json.loads(capsys.readouterr().out)
         assert (code, shown["step"], shown["envs"]["math"]["inflight"]) == (0, 5, 12)
 
+    async def test_what_answers_cannot_steer_the_terminal(self, capsys: pytest.CaptureFixture[str]) -> None:
+        """Whatever it sends, as a status or in place of one, and whatever it gives as a reason."""
+        hostile = "\x1b[2J\x1b]0;title\x07"
+        status = sample_status(envs={f"math{hostile}": env_status()}, buffer=hostile, state=hostile)
+        app = build_app(status=lambda: status, metrics=bytes, token=None)
+        async with serve_http(app, host="127.0.0.1", port=0) as address:
+            assert await asyncio.to_thread(main, ["status", "--url", address]) == 0
+
+        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            request = await reader.readuntil(b"\r\n\r\n")
+            code = b"200" if b"/raw/" in request else b"500"
+            writer.write(b"HTTP/1.0 " + code + b" no\x1b[2J\r\n\r\n{\x1b[2J\xff}\n")
+            writer.close()
+
+        async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+            address = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+            assert await asyncio.to_thread(main, ["status", "--json", "--url", f"{address}/raw"]) == 0
+            assert await asyncio.to_thread(main, ["status", "--url", f"{address}/raw"]) == 1
+            assert await asyncio.to_thread(main, ["status", "--url", address]) == 1
+        said = capsys.readouterr()
+        assert not set("\x1b\x07") & set(said.out + said.err)
+        assert "math�[2J" in said.out
+        assert "500 no�[2J" in said.err
+
     async def test_the_address_is_found_in_the_run_directory(
         self, capsys: pytest.CaptureFixture[str], tmp_path: Path
     ) -> None:
@@ -250,6 +274,18 @@ def test_the_command_is_installed() -> None:
     assert (done.returncode, done.stderr) == (2, "orchestrator: nowhere.toml: there is no such file\n")
 
 
+def test_the_package_can_be_run_as_a_module() -> None:
+    """`python -m orchestrator` is the same command."""
+    done = subprocess.run(
+        [sys.executable, "-m", "orchestrator", "--version"],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+    )
+    assert (done.returncode, done.stdout.strip()) == (0, __version__)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_while_waiting_for_inference_servers_ends_quietly(
     tmp_path: Path, number: signal.Signals
@@ -274,3 +310,5 @@ def test_a_signal_while_waiting_for_inference_servers_ends_quietly(
         rest = process.stdout.read()
     assert process.returncode == 128 + number
     assert "Traceback" not in rest
+    kept = (tmp_path / "run" / "logs" / "orchestrator.log").read_text().splitlines()
+    assert "env.ready" in [json.loads(line)["event"] for line in kept], "a piped run has its log on disk too"

@@ -1,8 +1,10 @@
-"""The HTTP side, over a real port: health, readiness, status, metrics, and the token that guards them."""
+"""The HTTP side, over a real port: health, readiness, status, metrics, and what guards them: a token, names, limits."""
 
+import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 import aiohttp
 import msgspec
@@ -33,11 +35,31 @@ class Site:
 
 
 @asynccontextmanager
-async def serving(token: str | None = None) -> AsyncIterator[Site]:
+async def serving(token: str | None = None, *, host: str = "127.0.0.1", **limits: Any) -> AsyncIterator[Site]:
     site = Site()
     app = build_app(status=lambda: site.status, metrics=lambda: b"some_metric 1.0\n", token=token)
-    async with serve_http(app, host="127.0.0.1", port=0) as site.address:
+    async with serve_http(app, host=host, port=0, **limits) as site.address:
         yield site
+
+
+@asynccontextmanager
+async def connected(site: Site) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    """A bare connection, for what no HTTP client would send."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(site.address.rpartition(":")[2]))
+    try:
+        yield reader, writer
+    finally:
+        writer.close()
+        with suppress(ConnectionError):
+            await writer.wait_closed()
+
+
+async def everything(reader: asyncio.StreamReader) -> bytes:
+    """What comes until the other side closes; a reset closes too."""
+    try:
+        return await reader.read()
+    except ConnectionError:
+        return b""
 
 
 async def test_health_says_that_the_process_answers() -> None:
@@ -162,3 +184,165 @@ async def test_an_error_of_the_block_passes_through_unchanged() -> None:
     with pytest.raises(ZeroDivisionError):
         async with serving():
             raise ZeroDivisionError
+
+
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [
+        ("localhost", 200),
+        ("LOCALHOST:8600", 200),
+        ("grafana.localhost", 200),
+        ("127.0.0.1:8600", 200),
+        ("127.9.9.9", 200),
+        ("[::1]:8600", 200),
+        ("evil.example", 403),
+        ("evil.example:8600", 403),
+        ("localhost.evil.example", 403),
+        ("127.0.0.1.evil.example", 403),
+        ("10.0.0.7", 403),
+        ("", 403),
+    ],
+)
+async def test_on_loopback_only_names_of_this_machine_are_answered(name: str, code: int) -> None:
+    """A web page whose name was pointed at this machine gets nothing, not even the paths that need no token."""
+    async with serving() as site, aiohttp.ClientSession() as session:
+        for path in ("/api/status", "/healthz"):
+            async with session.get(site.address + path, headers={"Host": name}) as reply:
+                assert reply.status == code
+                text = await reply.text()
+                assert code == 200 or (text.count("\n") == 1 and "ask for localhost" in text)
+
+
+async def test_a_client_without_a_host_header_is_answered() -> None:
+    """No browser leaves it out, and old probes do."""
+    async with serving() as site, connected(site) as (reader, writer):
+        writer.write(b"GET /healthz HTTP/1.0\r\n\r\n")
+        assert (await everything(reader)).endswith(b"\r\n\r\nok\n")
+
+
+async def test_off_loopback_the_token_decides() -> None:
+    """There the names of the machine are not known; whoever has the token may ask under any."""
+    async with serving(TOKEN, host="0.0.0.0") as site, aiohttp.ClientSession() as session:
+        address = site.address.replace("0.0.0.0", "127.0.0.1")
+        headers = {"Host": "orchestrator.example", "Authorization": f"Bearer {TOKEN}"}
+        async with session.get(f"{address}/readyz", headers=headers) as reply:
+            assert reply.status == 200
+        async with session.get(f"{address}/readyz", headers={"Host": "orchestrator.example"}) as reply:
+            assert reply.status == 401
+
+
+async def test_a_request_that_fails_is_answered_and_the_next_one_too(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """500 in one line without a traceback; the service and even the other paths go on."""
+
+    def broken() -> bytes:
+        raise ZeroDivisionError("a bug")
+
+    app = build_app(status=sample_status, metrics=broken, token=None)
+    async with serve_http(app, host="127.0.0.1", port=0) as address, aiohttp.ClientSession() as session:
+        for accept in ("*/*", "text/html"):
+            async with session.get(f"{address}/metrics", headers={"Accept": accept}) as reply:
+                assert (reply.status, reply.content_type) == (500, "text/plain")
+                assert await reply.text() == "internal server error\n"
+        async with session.get(f"{address}/readyz") as reply:
+            assert reply.status == 200
+    assert "http.failed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("path", "method"), [("/nothing", "GET"), ("/api/status", "POST")])
+async def test_errors_are_one_line_of_plain_text(path: str, method: str) -> None:
+    """Whatever the client would rather have."""
+    async with (
+        serving() as site,
+        aiohttp.ClientSession(headers={"Accept": "text/html"}) as session,
+        session.request(method, site.address + path) as reply,
+    ):
+        text = await reply.text()
+        assert reply.content_type == "text/plain"
+        assert (text.count("\n"), text[-1]) == (1, "\n")
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: a\r\nno colon here\r\n\r\n",
+        b"GET /" + b"x" * 20_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    ],
+    ids=["tls", "header", "length"],
+)
+async def test_what_is_no_request_is_refused_in_one_line(sent: bytes) -> None:
+    """Noise on the port is answered with 400 and the connection is closed."""
+    async with serving() as site, connected(site) as (reader, writer):
+        writer.write(sent)
+        head, _, body = (await everything(reader)).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.")
+        assert b" 400 " in head.splitlines()[0]
+        assert body == b"bad request\n"
+        assert (await site.get("/healthz"))[0] == 200
+
+
+async def test_head_is_answered_without_a_body() -> None:
+    """Some probes ask so."""
+    async with serving() as site:
+        assert await site.get("/healthz", method="HEAD") == (200, "")
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nX-Slow: "])
+async def test_who_does_not_finish_a_request_is_disconnected(sent: bytes) -> None:
+    """Silence and headers that never end hold a connection for the idle time, not for ever."""
+    async with serving(idle_s=0.05) as site, connected(site) as (reader, writer):
+        writer.write(sent)
+        assert await everything(reader) == b""
+
+
+async def test_a_connection_that_is_kept_alive_is_closed_when_nothing_comes() -> None:
+    """After an answer the idle time begins anew."""
+    async with serving(idle_s=1.0) as site, connected(site) as (reader, writer):
+        writer.write(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert (await everything(reader)).endswith(b"ok\n")
+
+
+async def test_a_client_that_never_reads_is_disconnected() -> None:
+    """An answer that nobody takes does not hold its connection: the rest of it never comes."""
+    large = b"x" * 50_000_000
+    app = build_app(status=sample_status, metrics=lambda: large, token=None)
+    async with serve_http(app, host="127.0.0.1", port=0, max_connections=1, idle_s=1.0) as address:
+        site = Site(address)
+        async with connected(site) as (reader, writer):
+            writer.write(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            await reader.readexactly(100)
+            # Nothing more is read; the only place becomes free when the server has given this client up.
+            await answered(site)
+            assert len(await everything(reader)) < len(large)
+
+
+async def answered(site: Site) -> None:
+    """Wait until there is room for another connection."""
+    while True:
+        with suppress(aiohttp.ClientConnectionError):
+            assert (await site.get("/healthz"))[0] == 200
+            return
+
+
+async def test_connections_are_bounded_and_those_beyond_are_closed() -> None:
+    """The bound is exact, however fast they come, and room that becomes free is given again."""
+    async with serving(max_connections=3) as site, AsyncExitStack() as stack:
+        streams = [await stack.enter_async_context(connected(site)) for _ in range(10)]
+        for _, writer in streams:
+            writer.write(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        answers = [await _head(reader) for reader, _ in streams]
+        assert sum(answer.endswith(b"ok\n") for answer in answers) == 3
+        assert answers.count(b"") == 7
+        for _, writer in streams:
+            writer.close()
+        await answered(site)
+
+
+async def _head(reader: asyncio.StreamReader) -> bytes:
+    """One answer of /healthz, or nothing where the connection was closed."""
+    try:
+        return await reader.readuntil(b"\r\n\r\nok\n")
+    except (asyncio.IncompleteReadError, ConnectionError):
+        return b""

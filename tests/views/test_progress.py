@@ -53,6 +53,22 @@ def test_names_are_no_markup() -> None:
     assert "[bold]odd[/bold]" in shown(sample_status(envs={"[bold]odd[/bold]": env_status()}))
 
 
+HOSTILE = "math\x1b[2J\x1b]0;title\x07\r\x9b1m\u202e\n"
+
+
+def test_text_from_elsewhere_cannot_steer_the_terminal() -> None:
+    """Control characters in names and reasons are shown as marks, in the display and in the summary."""
+    out = shown(sample_status(envs={HOSTILE: env_status()}, waiting_for=HOSTILE))
+    target, written = console()
+    share = {"first_reward": None, "last_reward": None, "sequences": 0}
+    env = {**share, "actual_share": 0.0, "target_share": 1.0}
+    totals = {"steps": 0, "wall_time_s": 1.0, "outcomes": {HOSTILE: 1}}
+    print_summary({"end": HOSTILE, "envs": {HOSTILE: env}, "run_dir": HOSTILE, **share, **totals}, target)
+    for text in (out, written.getvalue()):
+        assert not set("\x1b\x07\r\x9b\u202e") & set(text)
+        assert "math�[2J�]0;title�" in text
+
+
 async def test_the_live_display_ends_with_the_last_picture() -> None:
     """When the run ends, what stays on the screen is its final state."""
     now = {"step": 1}

@@ -1,0 +1,58 @@
+"""The orchestrator's own log in its run directory: always there, bounded in size, never a reason to fail.
+
+When the file is full it becomes `<name>.1`, in place of the one before, so that the newest half at least is always
+there. A line that cannot be written (a full disk) is left out: the run has its own ways to notice that.
+"""
+
+import io
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, TextIO, cast
+
+from orchestrator.errors import JournalError
+
+MAX_BYTES = 64 * 2**20
+"""Of one file; there are two."""
+
+
+class LogFile(io.TextIOBase):
+    """Appends whole lines; each is in the file when `write` returns."""
+
+    def __init__(self, path: Path, *, max_bytes: int) -> None:
+        super().__init__()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._path = path
+        self._max_bytes = max_bytes
+        self._file: IO[bytes] = path.open("ab", buffering=0)
+        self._bytes = path.stat().st_size
+
+    @property
+    def name(self) -> str:
+        return str(self._path)
+
+    def write(self, text: str) -> int:
+        data = text.encode("utf-8", "replace")
+        with suppress(OSError):
+            if self._bytes and self._bytes + len(data) > self._max_bytes:
+                self._rotate()
+            self._file.write(data)
+            self._bytes += len(data)
+        return len(text)
+
+    def _rotate(self) -> None:
+        self._path.replace(self._path.with_name(f"{self._path.name}.1"))
+        full, self._file, self._bytes = self._file, self._path.open("ab", buffering=0), 0
+        full.close()
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+def open_log(run_dir: Path, *, max_bytes: int = MAX_BYTES) -> TextIO:
+    """`logs/orchestrator.log` of a run directory, which is made where it is missing."""
+    try:
+        # It has what a log needs of a text stream: write, flush, isatty, name.
+        return cast("TextIO", LogFile(run_dir / "logs" / "orchestrator.log", max_bytes=max_bytes))
+    except OSError as error:
+        raise JournalError(f"{run_dir}: the run directory cannot be written: {error.strerror}") from None
