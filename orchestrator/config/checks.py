@@ -11,9 +11,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from envs.loader import LOADERS
-
-Problem = tuple[str, str]
-"""TOML path and what is wrong there."""
+from orchestrator.config.shapes import Problem
 
 
 def find_problems(data: Mapping[str, Any]) -> list[Problem]:
@@ -54,10 +52,10 @@ def _fraction(value: object) -> Fraction:
 
 def _names(data: Mapping[str, Any]) -> Iterator[Problem]:
     for table in ("train", "eval"):
-        seen: dict[object, int] = {}
+        seen: dict[str, int] = {}
         for position, env in enumerate(_envs(data, table)):
             name = env.get("name") or env.get("id")
-            if name is None:
+            if not isinstance(name, str):
                 continue
             if name in seen:
                 yield (
@@ -200,7 +198,8 @@ def _exposure(data: Mapping[str, Any]) -> Iterator[Problem]:
                     f"{table}.env[{position}].server_key_file",
                     "needs secret_key_file too, the key of this side",
                 )
-            for address in env.get("addresses") or []:
+            addresses = env.get("addresses")
+            for address in addresses if isinstance(addresses, list) else []:
                 open_wire = isinstance(address, str) and not is_loopback(address)
                 if open_wire and not env.get("server_key_file") and not env.get("insecure"):
                     yield (

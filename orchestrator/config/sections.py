@@ -7,17 +7,41 @@ a file is reported at once.
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
 
 Share = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0)]
 
+MOST_SEQUENCES = 1_000_000
+"""Of a batch: forming one keeps a bit for every number of sequences up to its size."""
+MOST_TOKENS = 10**9
 
-class Section(BaseModel):
-    """A TOML table: unknown keys are errors, values never change."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+class Truthless(BaseModel):
+    """Takes no true or false where a number is meant; to Python they are 1 and 0."""
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_truth_as_number(cls, value: Any, info: ValidationInfo) -> Any:
+        field = cls.model_fields[info.field_name] if info.field_name else None
+        if isinstance(value, bool) and field is not None and _is_number(field.annotation):
+            raise PydanticCustomError("not_a_number", "Input should be a number")
+        return value
+
+
+def _is_number(annotation: Any) -> bool:
+    parts = (annotation, *getattr(annotation, "__args__", ()))
+    return bool not in parts and (int in parts or float in parts or any(map(_is_number, parts[1:])))
+
+
+class Section(Truthless):
+    """A TOML table: unknown keys are errors, values never change, numbers are finite."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
 
 class ModelConfig(Section):
@@ -73,8 +97,8 @@ class MixConfig(Section):
 class BatchConfig(Section):
     """What the trainer gets."""
 
-    size: Positive = 256
-    """Sequences in a batch, exactly; with unit = "tokens", the token budget that is never exceeded."""
+    size: Annotated[int, Field(ge=1, le=MOST_TOKENS)] = 256
+    """Sequences in a batch, exactly, at most 1,000,000; with unit = "tokens", the token budget that is never exceeded."""
     unit: Literal["sequences", "tokens"] = "sequences"
     """What size counts."""
     quotas: bool = False
