@@ -217,7 +217,7 @@ def build_strategies(config: Config, scenario: Scenario) -> dict[str, MixBuilder
     configured = config.mix.strategy
     others = [name for name in STRATEGIES if name != configured]
     return {
-        configured: builder(configured, config.mix.options),
+        configured: builder(configured, config.mix.arguments()),
         **{name: builder(name, {}) for name in others},
     }
 

@@ -91,13 +91,12 @@ class Config(Truthless, BaseSettings):
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     """Read, merge and validate; raises ConfigError with every problem found."""
     data = _read_toml(path)
-    problems = list(find_misshapen(data))
-    if not problems:
+    problems: list[Problem] = []
+    if not any(find_misshapen(data)):
         _merge(data, _environment(problems))
         _apply_overrides(data, overrides, problems)
-        problems += find_misshapen(data)
-    if any(find_misshapen(data)):
-        raise _refusal(path, problems)  # nothing else can look at such values
+    if misshapen := list(find_misshapen(data)):
+        raise _refusal(path, [*misshapen, *problems])  # nothing else can look at such values
     # A setting's name is never passed on as one of the class' own arguments, which start with an underscore.
     for name in [name for name in data if name not in Config.model_fields]:
         del data[name]
@@ -144,7 +143,11 @@ def _environment(problems: list[Problem]) -> dict[str, Any]:
         return dict(EnvSettingsSource(Config)())
     except RecursionError:
         problems.append((ENV_PREFIX + "…", "tables and lists are nested too deep"))
-    except (ValueError, TypeError, AttributeError) as error:  # whatever values of a wrong shape lead to inside it
+    except (
+        ValueError,
+        TypeError,
+        AttributeError,
+    ) as error:  # whatever values of a wrong shape lead to inside it
         problems.append((ENV_PREFIX + "…", str(error)))
     return {}
 

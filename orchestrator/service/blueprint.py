@@ -6,7 +6,7 @@ Components take small frozen structures and never see the configuration; these f
 import math
 import os
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +15,9 @@ from envs.curve import KeyFileError, ServerKeys, read_client_keys, read_key, rea
 from envs.errors import EnvironmentLoadError
 from envs.loader import LOADERS, parse_id
 from orchestrator.buffer import BatchBuffer
+from orchestrator.buffer.minimums import Minimums
 from orchestrator.config import Config
+from orchestrator.config.fitting import batch_minimums
 from orchestrator.config.sections import EnvSection
 from orchestrator.dispatch.ports import Rules, TrainRules
 from orchestrator.env_servers.env import (
@@ -39,17 +41,15 @@ from orchestrator.inference import (
     build_weight_update,
 )
 from orchestrator.local.children import LocalChildren
-from orchestrator.mix import EnvShare, build_mix, mix_targets
+from orchestrator.mix import CircuitBreaker, EnvShare, build_mix, mix_targets, verify_strategy
+from orchestrator.mix.foreign import describe_fault
 from orchestrator.sinks.eval_sink import EvalPlan
 
 
 def verify(config: Config) -> None:
     """Look for what would fail at the start; ConfigError with all of it, before anything is spawned."""
-    names = [section.label for section in config.train.env]
     parts: list[Callable[[], object]] = [
-        lambda: build_mix(
-            config.mix.strategy, names, [1.0] * len(names), rng=random.Random(0), **config.mix.options
-        ),
+        lambda: verify_strategy(lambda: _trial_mix(config)),
         lambda: build_advantage(config.dispatch.advantage),
         lambda: build_weight_update(config.inference.weight_update),
         lambda: build_train_envs(config),
@@ -63,8 +63,28 @@ def verify(config: Config) -> None:
             build()
         except ConfigError as error:
             problems.append(str(error))
+        except Exception as error:  # whatever somebody's module does when it is imported
+            problems.append(describe_fault(error, None))
     if problems:
         raise ConfigError("\n  ".join(["the configuration cannot be started", *problems]))
+
+
+def _trial_mix(config: Config) -> CircuitBreaker:
+    """The mix as far as it is known before environments tell how many tasks they have."""
+    envs = config.train.env
+    return build_mix(
+        config.mix.strategy,
+        [section.label for section in envs],
+        [1.0 if section.ratio is None else section.ratio for section in envs],
+        rng=random.Random(0),
+        group_sizes={section.label: section.group_size or config.train.group_size for section in envs},
+        **config.mix.arguments(),
+    )
+
+
+def build_minimums(config: Config) -> Minimums:
+    """What every batch has at least of each env: as configured, or lowered to what whole groups can give."""
+    return batch_minimums(config.batch, config.train)
 
 
 def read_variable(setting: str, name: str | None) -> str | None:
@@ -105,7 +125,7 @@ def _env_spec(
         train=train,
         args=routed.args,
         model=config.model.name,
-        sampling=sampling | section.sampling,
+        sampling=merged(sampling, section.sampling),
         system_prompt=section.system_prompt if section.system_prompt is not None else routed.system_prompt,
         api_key_env=config.inference.api_key_env,
         python=section.python,
@@ -121,6 +141,17 @@ def _env_spec(
         log_dir=config.run_dir / "logs",
         log_level=config.log.level,
     )
+
+
+def merged(shared: Mapping[str, object], own: Mapping[str, object]) -> dict[str, object]:
+    """The shared settings with an env's own on top; a table is merged into the one of the same name."""
+    result = dict(shared)
+    for key, value in own.items():
+        below = result.get(key)
+        result[key] = (
+            merged(below, value) if isinstance(below, Mapping) and isinstance(value, Mapping) else value
+        )
+    return result
 
 
 def build_train_envs(config: Config) -> TrainEnvs:
@@ -247,9 +278,9 @@ def build_buffer(
         unit=batch.unit,
         quotas=targets if batch.quotas else None,
         on_starved=batch.on_starved,
-        on_stuck=batch.on_stuck,
+        on_stuck="split" if batch.splits else "wait",
         stuck_after_s=batch.stuck_after_s,
-        split=split if batch.on_stuck == "split" else None,
+        split=split if batch.splits else None,
         max_sequences=int(batch.max_buffered * batch.size) if batch.unit == "sequences" else None,
         # Paced work is trained in the order of its age, so that none of it is left behind.
         order="version" if paced else "arrival",

@@ -83,7 +83,7 @@ def build_run(
         list(targets.values()),
         rng=random.Random(f"{config.seed}:mix"),
         group_sizes={name: env.settings.group_size for name, env in train.items()},
-        **config.mix.options,
+        **config.mix.arguments(),
     )
     source = TrainSource(
         [SourceEnv(name, env.spec.split, env.num_tasks) for name, env in train.items()],
@@ -124,7 +124,7 @@ def connect(
         group_sizes={name: env.settings.group_size for name, env in train.items()},
         count_tokens=config.batch.unit == "tokens",
         # A group that is split is recorded anew, so it must still have all of itself.
-        keep_transcripts=config.batch.on_stuck == "split",
+        keep_transcripts=config.batch.splits,
         staleness=run.staleness,
         tasks=source,
         mix=run.mix,

@@ -81,9 +81,7 @@ def test_batches_form_with_the_minimums_that_are_kept(
 ) -> None:
     """A buffer that never splits a group forms no batch with what was wanted, and one with what is kept."""
     names = [f"env{index}" for index in range(envs)]
-    found = achievable_minimums(
-        dict.fromkeys(names, share), dict.fromkeys(names, group_size), batch_size
-    )
+    found = achievable_minimums(dict.fromkeys(names, share), dict.fromkeys(names, group_size), batch_size)
     assert found.lowered
     assert list(found.kept.values()) == kept
 
