@@ -112,7 +112,7 @@ def _targets(plan: _Plan) -> dict[str, float] | None:
         ratio is None or ratio > 0 for ratio in ratios
     ):
         return None  # reported as a problem of the ratios
-    shares = [EnvShare(env.name, env.ratio, 1, env.minimum) for env in plan.envs]
+    shares = [EnvShare(env.name, env.ratio, 1, env.minimum, env.group_size) for env in plan.envs]
     targets = mix_targets(shares, batch_size=plan.size)
     return None if None in ratios else dict(zip((env.name for env in plan.envs), targets, strict=True))
 

@@ -213,6 +213,7 @@ def build_targets(config: Config, envs: TrainEnvs) -> dict[str, float]:
             ratio=env.settings.ratio,
             num_tasks=env.num_tasks,
             min_batch_allocation=env.settings.min_batch_allocation,
+            group_size=env.settings.group_size,
         )
         for env in envs.values()
     ]
