@@ -63,6 +63,8 @@ def _names(data: Mapping[str, Any]) -> Iterator[Problem]:
         seen: dict[str, int] = {}
         for position, env in enumerate(_envs(data, table)):
             name = env.get("name") or env.get("id")
+            if isinstance(name, list) and all(isinstance(part, str) for part in name):
+                name = " + ".join(name)
             if not isinstance(name, str):
                 continue
             if name in seen:
@@ -202,6 +204,11 @@ def _exposure(data: Mapping[str, Any]) -> Iterator[Problem]:
                 yield (
                     f"{table}.env[{position}].server_key_file",
                     "needs secret_key_file too, the key of this side",
+                )
+            if isinstance(env.get("id"), list) and env.get("addresses"):
+                yield (
+                    f"{table}.env[{position}].id",
+                    "a server that runs elsewhere serves a single id; make each of these an env of its own",
                 )
             addresses = env.get("addresses")
             for address in addresses if isinstance(addresses, list) else []:

@@ -156,13 +156,21 @@ class BatchConfig(Section):
         return self.on_stuck == "split" and self.unit == "sequences"
 
 
+def _one_or_several(value: Any) -> Any:
+    several = isinstance(value, list) and value and all(isinstance(part, str) for part in value)
+    if not isinstance(value, str) and not several:
+        raise PydanticCustomError("ids", "Input should be a valid string, or a list of them")
+    return value
+
+
 class EnvSection(Section):
     """What training and evaluation environments have in common."""
 
-    id: str
-    """<loader>::<environment>[@split], a built-in's name, or "module:Class" of an Environment."""
+    id: Annotated[str | list[str], BeforeValidator(_one_or_several)]
+    """<loader>::<environment>[@split], a built-in's name, or "module:Class" of an Environment. A list of ids makes
+    one env of several datasets, whose tasks come one after the other; args go to each of them."""
     name: str = ""
-    """Unique name; the id when empty."""
+    """Unique name; the id when empty, several joined by " + "."""
     args: dict[str, Any] = {}
     """Passed to the environment's constructor."""
     python: str | None = None
@@ -203,7 +211,12 @@ class EnvSection(Section):
     @property
     def label(self) -> str:
         """The env's name."""
-        return self.name or self.id
+        return self.name or " + ".join(self.ids)
+
+    @property
+    def ids(self) -> list[str]:
+        """The id, or all of them."""
+        return [self.id] if isinstance(self.id, str) else self.id
 
 
 class TrainEnvSection(EnvSection):

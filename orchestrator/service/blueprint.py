@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from envs.adapters.concatenated import join
 from envs.adapters.domains import Domain, Routed, route
 from envs.curve import KeyFileError, ServerKeys, read_client_keys, read_key, read_pair
 from envs.errors import EnvironmentLoadError
@@ -100,16 +101,7 @@ def read_variable(setting: str, name: str | None) -> str | None:
 def _env_spec(
     config: Config, section: EnvSection, *, name: str, train: bool, sampling: dict[str, object]
 ) -> EnvSpec:
-    domains = {
-        domain: Domain(table.rollout, table.dataset, table.system_prompt)
-        for domain, table in config.domains.items()
-    }
-    try:
-        split = parse_id(section.id).split
-        routed = route(section.id, section.args, domains=domains, loaders=LOADERS)
-    except EnvironmentLoadError as error:
-        raise ConfigError(f'env "{name}": {error}') from None
-    routed = routed or Routed(section.id, dict(section.args), None)
+    routed, split = _routed(config, section, name)
     keys = None
     if section.server_key_file is not None:
         if section.secret_key_file is None:
@@ -141,6 +133,29 @@ def _env_spec(
         log_dir=config.run_dir / "logs",
         log_level=config.log.level,
     )
+
+
+def _routed(config: Config, section: EnvSection, name: str) -> tuple[Routed, str | None]:
+    """What a server loads in place of the section's id or ids, and the split that a single id names."""
+    domains = {
+        domain: Domain(table.rollout, table.dataset, table.system_prompt)
+        for domain, table in config.domains.items()
+    }
+    try:
+        parts = [
+            route(text, section.args, domains=domains, loaders=LOADERS)
+            or Routed(text, dict(section.args), None)
+            for text in section.ids
+        ]
+        if isinstance(section.id, str):
+            return parts[0], parse_id(section.id).split
+        joined, args = join(section.ids, [(part.id, part.args) for part in parts])
+    except EnvironmentLoadError as error:
+        raise ConfigError(f'env "{name}": {error}') from None
+    prompts = {part.system_prompt for part in parts}
+    if len(prompts) > 1 and section.system_prompt is None:
+        raise ConfigError(f'env "{name}": its ids have different system prompts; set its own system_prompt')
+    return Routed(joined, args, parts[0].system_prompt), None
 
 
 def merged(shared: Mapping[str, object], own: Mapping[str, object]) -> dict[str, object]:
@@ -364,7 +379,7 @@ def describe_start(config: Config) -> list[str]:
             if section.addresses
             else f"{section.workers} server process(es)"
         )
-        lines.append(f'{table} env "{section.label}" ({section.id}): {where}')
+        lines.append(f'{table} env "{section.label}" ({", ".join(section.ids)}): {where}')
     lines.append(f"trainer link at {trainer_address(config)}, {config.trainer.world_size} rank(s)")
     if config.http.enabled:
         lines.append(f"HTTP at http://{config.http.host}:{config.http.port}")

@@ -184,7 +184,9 @@ BASE = '[local]\n[batch]\nsize = 32\n[[train.env]]\nname = "a"\nid = "reverse"\n
 @pytest.mark.parametrize(
     ("found", "replacement", "words"),
     [
-        ('id = "reverse"', 'id = ["reverse"]', "train.env[0].id: input should be a valid string"),
+        ('id = "reverse"', 'id = [["reverse"]]', "train.env[0].id: input should be a valid string"),
+        ('id = "reverse"', "id = []", "train.env[0].id: input should be a valid string"),
+        ('id = "reverse"', "id = { a = 1 }", "train.env[0].id: input should be a valid string"),
         ('name = "a"', "name = {}", "train.env[0].name: input should be a valid string"),
         ('name = "a"', 'name = ["a"]', "train.env[0].name: input should be a valid string"),
         ("size = 32", f"size = {'9' * 5000}", "not valid TOML: Exceeds the limit"),
