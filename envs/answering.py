@@ -55,7 +55,7 @@ class Responder:
                 rollouts = await self._rollouts(request, settings)
             return wire.encode_result(request.id, rollouts)
         # Anything an environment raises is the rollout's outcome; the server and its other requests go on.
-        except BaseException as error:  # noqa: BLE001  see above
+        except BaseException as error:
             if _by_caller(error):
                 raise
             failure = _failure(
@@ -103,7 +103,7 @@ class Responder:
         except Exception:
             raise
         # In a task of its own, as a group's members are, a SystemExit would end the event loop.
-        except BaseException as error:  # noqa: BLE001  see above
+        except BaseException as error:
             if _by_caller(error):
                 raise
             raise _NoException from error

@@ -217,7 +217,7 @@ def build_strategies(config: Config, scenario: Scenario) -> dict[str, MixBuilder
     configured = config.mix.strategy
     others = [name for name in STRATEGIES if name != configured]
     return {
-        configured: builder(configured, config.mix.options),
+        configured: builder(configured, config.mix.arguments()),
         **{name: builder(name, {}) for name in others},
     }
 
@@ -232,7 +232,8 @@ def _shares(config: Config, tasks: Mapping[str, float]) -> list[EnvShare]:
                 f"add --tasks {env.label}=1000"
             )
         count = int(tasks[env.label]) if by_tasks else None
-        shares.append(EnvShare(env.label, env.ratio, count, env.min_batch_allocation))
+        group_size = env.group_size or config.train.group_size
+        shares.append(EnvShare(env.label, env.ratio, count, env.min_batch_allocation, group_size))
     return shares
 
 

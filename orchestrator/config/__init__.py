@@ -16,7 +16,7 @@ from pydantic import BaseModel, Field, ValidationError
 from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
-from orchestrator.config.checks import Problem, find_problems, find_warnings
+from orchestrator.config.checks import find_problems, find_warnings
 from orchestrator.config.sections import (
     BatchConfig,
     DispatchConfig,
@@ -32,7 +32,9 @@ from orchestrator.config.sections import (
     StalenessConfig,
     TrainConfig,
     TrainerConfig,
+    Truthless,
 )
+from orchestrator.config.shapes import Problem, find_misshapen, shown
 from orchestrator.errors import ConfigError
 
 ENV_PREFIX = "ORCHESTRATOR__"
@@ -40,7 +42,7 @@ ENV_PREFIX = "ORCHESTRATOR__"
 __all__ = ["Config", "find_warnings", "load_config", "table_model"]
 
 
-class Config(BaseSettings):
+class Config(Truthless, BaseSettings):
     """A whole configuration file."""
 
     model_config = SettingsConfigDict(
@@ -48,6 +50,7 @@ class Config(BaseSettings):
         frozen=True,
         env_prefix=ENV_PREFIX,
         env_nested_delimiter="__",
+        allow_inf_nan=False,
         use_attribute_docstrings=True,
     )
 
@@ -89,8 +92,15 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     """Read, merge and validate; raises ConfigError with every problem found."""
     data = _read_toml(path)
     problems: list[Problem] = []
-    _merge(data, _environment(problems))
-    _apply_overrides(data, overrides, problems)
+    if not any(find_misshapen(data)):
+        _merge(data, _environment(problems))
+        _apply_overrides(data, overrides, problems)
+    if misshapen := list(find_misshapen(data)):
+        raise _refusal(path, [*misshapen, *problems])  # nothing else can look at such values
+    # A setting's name is never passed on as one of the class' own arguments, which start with an underscore.
+    for name in [name for name in data if name not in Config.model_fields]:
+        del data[name]
+        problems.append((name, f"unknown key{_nearest(name, Config)}"))
     config = None
     try:
         config = Config(**data)
@@ -99,10 +109,14 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     # Values from variables are text until they are validated; so the validated ones are looked at where there are any.
     problems += find_problems(data if config is None else config.model_dump(exclude_none=True))
     if problems or config is None:
-        lines = "\n".join(f"  {where}: {what}" for where, what in problems)
-        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-        raise ConfigError(f"{path}: {count}\n{lines}")
+        raise _refusal(path, problems)
     return config
+
+
+def _refusal(path: Path, problems: Sequence[Problem]) -> ConfigError:
+    lines = "\n".join(f"  {where}: {what}" for where, what in problems)
+    count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+    return ConfigError(f"{path}: {count}\n{lines}")
 
 
 def _read_toml(path: Path) -> dict[str, Any]:
@@ -112,7 +126,9 @@ def _read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: there is no such file") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
-    except tomllib.TOMLDecodeError as error:
+    except RecursionError:
+        raise ConfigError(f"{path}: not valid TOML: tables and lists are nested too deep") from None
+    except ValueError as error:  # a syntax error, or a number with more digits than Python reads
         raise ConfigError(f"{path}: not valid TOML: {error}") from None
 
 
@@ -125,9 +141,15 @@ def _environment(problems: list[Problem]) -> dict[str, Any]:
                 problems.append((name, f'no such setting "{section}"{_nearest(section, Config)}'))
     try:
         return dict(EnvSettingsSource(Config)())
-    except ValueError as error:
+    except RecursionError:
+        problems.append((ENV_PREFIX + "…", "tables and lists are nested too deep"))
+    except (
+        ValueError,
+        TypeError,
+        AttributeError,
+    ) as error:  # whatever values of a wrong shape lead to inside it
         problems.append((ENV_PREFIX + "…", str(error)))
-        return {}
+    return {}
 
 
 def _merge(target: dict[str, Any], source: Mapping[str, Any]) -> None:
@@ -160,9 +182,10 @@ def _apply_overrides(data: dict[str, Any], overrides: Sequence[str], problems: l
 
 def _value(text: str) -> Any:
     try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+        parsed = tomllib.loads(f"value = {text}")
+    except (ValueError, RecursionError):
         return text
+    return parsed["value"] if len(parsed) == 1 else text
 
 
 def _set(target: Any, keys: list[str], value: Any) -> None:
@@ -198,7 +221,7 @@ def _describe(details: ErrorDetails) -> Problem:
     if details["type"] == "missing":
         return path, "is required"
     message = "input should be a table" if details["type"] == "model_type" else details["msg"]
-    return path, f"{message[0].lower()}{message[1:]} (got {details['input']!r})"
+    return path, f"{message[0].lower()}{message[1:]} (got {shown(details['input'])})"
 
 
 def _section(location: tuple[int | str, ...]) -> type[BaseModel] | None:

@@ -4,15 +4,19 @@ These look at the merged data before validation, tolerate anything of the wrong 
 that), and so report together with it.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from fractions import Fraction
 from typing import Any
 
 from envs.addresses import is_loopback
 from envs.loader import LOADERS
+from orchestrator.config.fitting import find_misfit_warnings, find_misfits
+from orchestrator.config.sections import BreakerConfig
+from orchestrator.config.shapes import Problem
+from orchestrator.mix.breaker import RESTORE, TRIP
 
-Problem = tuple[str, str]
-"""TOML path and what is wrong there."""
+RESERVED_OPTIONS = frozenset({"strategy", "env_names", "weights", "rng", "group_sizes"})
 
 
 def find_problems(data: Mapping[str, Any]) -> list[Problem]:
@@ -20,7 +24,9 @@ def find_problems(data: Mapping[str, Any]) -> list[Problem]:
     return [
         *_names(data),
         *_ratios(data),
-        *_sizes(data),
+        *find_misfits(data),
+        *_sampling(data),
+        *_mix(data),
         *_domains(data),
         *_endpoints(data),
         *_ranks(data),
@@ -33,7 +39,7 @@ def find_warnings(data: Mapping[str, Any]) -> list[Problem]:
     minimums = [_fraction(env.get("min_batch_allocation")) for env in _envs(data, "train")]
     total = sum(minimums, Fraction(0))
     scaled = [("train.env", f"minimums sum to {float(total):.0%}; they are scaled down to 100 %")]
-    return [*(scaled if total > 1 else []), *_staleness_warning(data)]
+    return [*(scaled if total > 1 else []), *find_misfit_warnings(data), *_staleness_warning(data)]
 
 
 def _envs(data: Mapping[str, Any], table: str) -> list[Mapping[str, Any]]:
@@ -53,10 +59,12 @@ def _fraction(value: object) -> Fraction:
 
 def _names(data: Mapping[str, Any]) -> Iterator[Problem]:
     for table in ("train", "eval"):
-        seen: dict[object, int] = {}
+        seen: dict[str, int] = {}
         for position, env in enumerate(_envs(data, table)):
             name = env.get("name") or env.get("id")
-            if name is None:
+            if isinstance(name, list) and all(isinstance(part, str) for part in name):
+                name = " + ".join(name)
+            if not isinstance(name, str):
                 continue
             if name in seen:
                 yield (
@@ -77,50 +85,47 @@ def _ratios(data: Mapping[str, Any]) -> Iterator[Problem]:
         yield "train.env", "every ratio is 0, so no env could ever be picked"
 
 
-def _group_sizes(data: Mapping[str, Any]) -> dict[str, int]:
-    """Group size of each env, by the path that sets it."""
-    default = _table(data, "train").get("group_size", 8)
-    sizes = {}
-    for position, env in enumerate(_envs(data, "train")):
-        own = env.get("group_size")
-        path = f"train.env[{position}].group_size" if own is not None else "train.group_size"
-        size = own if own is not None else default
-        if isinstance(size, int) and size >= 1:
-            sizes[path] = size
-    return sizes
+def _sampling(data: Mapping[str, Any]) -> Iterator[Problem]:
+    """Sampling parameters are sent as JSON, which has neither dates nor numbers that are not finite."""
+    for table in ("train", "eval"):
+        tables = [(f"{table}.sampling", _table(data, table).get("sampling"))]
+        for position, env in enumerate(_envs(data, table)):
+            tables.append((f"{table}.env[{position}].sampling", env.get("sampling")))
+        for path, sampling in tables:
+            if isinstance(sampling, Mapping):
+                yield from _not_json(sampling, path)
 
 
-def _sizes(data: Mapping[str, Any]) -> Iterator[Problem]:
-    batch = _table(data, "batch")
-    size = batch.get("size", 256)
-    if batch.get("unit", "sequences") != "sequences" or not isinstance(size, int) or size < 1:
-        return
-    sizes = _group_sizes(data)
-    too_large = [path for path, group_size in sizes.items() if group_size > size]
-    for path in too_large:
-        yield path, f"a group of {sizes[path]} does not fit into a batch of {size}"
-    dispatch = _table(data, "dispatch")
-    whole_groups = dispatch.get("min_valid") is None and batch.get("on_stuck", "wait") == "wait"
-    if sizes and not too_large and whole_groups and not reachable(set(sizes.values()), size):
-        listed = ", ".join(str(group_size) for group_size in sorted(set(sizes.values())))
-        yield (
-            "batch.size",
-            f"no number of whole groups of {listed} ever sums to {size}; change batch.size or group_size",
-        )
-    min_valid = dispatch.get("min_valid")
-    if isinstance(min_valid, int) and sizes and min_valid > min(sizes.values()):
-        yield "dispatch.min_valid", f"{min_valid} is more than the smallest group has ({min(sizes.values())})"
+def _not_json(value: object, path: str) -> Iterator[Problem]:
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _not_json(inner, f"{path}.{key}")
+    elif isinstance(value, list):
+        for position, inner in enumerate(value):
+            yield from _not_json(inner, f"{path}[{position}]")
+    elif isinstance(value, float) and not math.isfinite(value):
+        yield path, f"input should be a finite number (got {value})"
+    elif not isinstance(value, (str, int, float, bool, type(None))):
+        yield path, f"a {type(value).__name__} cannot be sent as JSON; write it as text"
 
 
-def reachable(sizes: set[int], total: int) -> bool:
-    """Whether some multiset of the sizes sums to the total; one bit per reachable sum."""
-    sums = 1
-    for size in sizes:
-        shift = size
-        while shift <= total:
-            sums |= sums << shift
-            shift *= 2
-    return bool(sums >> total & 1)
+def _mix(data: Mapping[str, Any]) -> Iterator[Problem]:
+    mix = _table(data, "mix")
+    options = mix.get("options")
+    for name in RESERVED_OPTIONS.intersection(options if isinstance(options, Mapping) else ()):
+        yield f"mix.options.{name}", "is not an option: every strategy is given it by the run"
+    breaker = _table(mix, "breaker")
+    if isinstance(options, Mapping) and "breaker" in options and _changed(breaker):
+        yield "mix.options.breaker", "is set in [mix.breaker] too; remove one of the two"
+    trip, restore = breaker.get("trip", TRIP), breaker.get("restore", RESTORE)
+    if isinstance(trip, (int, float)) and isinstance(restore, (int, float)) and trip > restore:
+        yield "mix.breaker.trip", f"{trip} is above restore ({restore}), so that an env would go in and out"
+
+
+def _changed(breaker: Mapping[str, Any]) -> bool:
+    """Whether the table says anything else than its defaults."""
+    defaults = BreakerConfig().model_dump()
+    return any(value != defaults.get(name) for name, value in breaker.items())
 
 
 def _domains(data: Mapping[str, Any]) -> Iterator[Problem]:
@@ -185,7 +190,13 @@ def _exposure(data: Mapping[str, Any]) -> Iterator[Problem]:
                     f"{table}.env[{position}].server_key_file",
                     "needs secret_key_file too, the key of this side",
                 )
-            for address in env.get("addresses") or []:
+            if isinstance(env.get("id"), list) and env.get("addresses"):
+                yield (
+                    f"{table}.env[{position}].id",
+                    "a server that runs elsewhere serves a single id; make each of these an env of its own",
+                )
+            addresses = env.get("addresses")
+            for address in addresses if isinstance(addresses, list) else []:
                 open_wire = isinstance(address, str) and not is_loopback(address)
                 if open_wire and not env.get("server_key_file") and not env.get("insecure"):
                     yield (

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from annotated_types import Ge, Gt, Le
+from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
@@ -91,6 +91,8 @@ def _bounds(metadata: Iterable[Any]) -> Iterator[str]:
             yield f"> {mark.gt}"
         elif isinstance(mark, Le):
             yield f"≤ {mark.le}"
+        elif isinstance(mark, Lt):
+            yield f"< {mark.lt}"
 
 
 def _default(field: FieldInfo) -> str:

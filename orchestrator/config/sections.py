@@ -7,17 +7,41 @@ a file is reported at once.
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
+
+from orchestrator.mix.breaker import PROBE, RESTORE, TRIP, WINDOW
 
 Share = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0)]
 
+MOST_SEQUENCES = 1_000_000
+"""Of a batch: forming one keeps a bit for every number of sequences up to its size."""
+MOST_TOKENS = 10**9
 
-class Section(BaseModel):
-    """A TOML table: unknown keys are errors, values never change."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+class Truthless(BaseModel):
+    """Takes no true or false where a number is meant; to Python they are 1 and 0."""
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_truth_as_number(cls, value: Any, info: ValidationInfo) -> Any:
+        field = cls.model_fields[info.field_name] if info.field_name else None
+        if isinstance(value, bool) and field is not None and _is_number(field.annotation):
+            raise PydanticCustomError("not_a_number", "Input should be a number")
+        return value
+
+
+def _is_number(annotation: Any) -> bool:
+    parts = (annotation, *getattr(annotation, "__args__", ()))
+    return bool not in parts and (int in parts or float in parts or any(map(_is_number, parts[1:])))
+
+
+class Section(Truthless):
+    """A TOML table: unknown keys are errors, values never change, numbers are finite."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
 
 class ModelConfig(Section):
@@ -61,41 +85,92 @@ class LocalConfig(Section):
     """Whether to start the reference trainer too."""
 
 
+class BreakerConfig(Section):
+    """The circuit breaker in front of every strategy; `breaker = false` in [mix] turns it off. An env that hardly
+    yields anything is quarantined: it only gets probes, and the others share its place, until it recovers."""
+
+    enabled: bool = True
+    """Whether envs are quarantined at all."""
+    trip: Annotated[float, Field(ge=0, lt=1)] = TRIP
+    """Quarantine an env whose recent acceptance, accepted rollouts per finished one, falls below this."""
+    restore: Annotated[float, Field(ge=0, lt=1)] = RESTORE
+    """Let it return when its recent acceptance is above this again; at least trip."""
+    probe: Annotated[float, Field(gt=0, le=1)] = PROBE
+    """Largest share of the picks, and of the rollouts in flight, that a quarantined env gets."""
+    window: Positive = WINDOW
+    """Reports after which a result has lost two thirds of its weight in the recent acceptance."""
+
+
+def _breaker_table(value: Any) -> Any:
+    return {"enabled": value} if isinstance(value, bool) else value
+
+
 class MixConfig(Section):
     """Which environment next."""
 
     strategy: str = "flow"
-    """weighted_random, weighted_round_robin, adaptive, flow, or "module:Class"."""
+    """flow: keeps what is delivered on target, whatever the latencies and losses. adaptive: draws at random, envs that
+    are behind more often. weighted_random, or weighted: draws at random by weight for every task, which some other
+    systems call a weighted round robin. weighted_round_robin: takes turns by weight, without chance. Or "module:Class"
+    of your own."""
     options: dict[str, Any] = {}
-    """Passed to the strategy."""
+    """Passed to the strategy. flow has gain (1.0: how much of a debt is ordered at once, above 0 and at most 2) and
+    window (300: rollouts of an env after which a measurement has lost two thirds of its weight). adaptive has warmup
+    (50: accepted rollouts before it corrects). weighted_random and weighted_round_robin have none. A strategy of your
+    own gets what its constructor names. A table breaker = {…} or breaker = false here is read as [mix.breaker]."""
+    breaker: Annotated[BreakerConfig, BeforeValidator(_breaker_table)] = BreakerConfig()
+
+    def arguments(self) -> dict[str, Any]:
+        """What the mix is built with beside the strategy's name: the options, and the breaker's settings."""
+        if "breaker" in self.options:
+            return dict(self.options)
+        settings = self.breaker.model_dump(exclude={"enabled"})
+        return {**self.options, "breaker": settings if self.breaker.enabled else False}
 
 
 class BatchConfig(Section):
     """What the trainer gets."""
 
-    size: Positive = 256
-    """Sequences in a batch, exactly; with unit = "tokens", the token budget that is never exceeded."""
+    size: Annotated[int, Field(ge=1, le=MOST_TOKENS)] = 256
+    """Sequences in a batch, exactly, at most 1,000,000; with unit = "tokens", the token budget that is never exceeded."""
     unit: Literal["sequences", "tokens"] = "sequences"
     """What size counts."""
     quotas: bool = False
-    """Give every env an exact number of sequences in each batch, following the mix targets."""
+    """Give every env an exact number of sequences in each batch, following the mix targets; minimums then only raise
+    the targets."""
     on_starved: Literal["redistribute", "wait"] = "redistribute"
     """With quotas: what happens to the quota of an env that has too little."""
-    on_stuck: Literal["wait", "split"] = "wait"
-    """When the queue holds a full batch but no exact one: wait, or split a group over two batches."""
-    stuck_after_s: Seconds = 60
-    """How long a queue may be stuck before on_stuck = "split" acts."""
+    on_stuck: Literal["split", "wait"] = "split"
+    """When the queue holds a full batch but no exact one. split: a group is split over two batches as soon as waiting
+    cannot help, or after stuck_after_s. wait: never; minimums that whole groups cannot keep are lowered then."""
+    stuck_after_s: Seconds = 10
+    """How long a queue may be stuck before on_stuck = "split" splits a group, where waiting might still help."""
     max_buffered: Annotated[float, Field(ge=1)] = 8
-    """Bound on what is queued, in batches; dispatch pauses above it."""
+    """Bound on what is queued, in batches; no group is started above it. With staleness.mode = "pace" at most
+    staleness.max_versions + 1 batches are under way in all, so that this binds only where it is lower; with "drop" it
+    is the only bound. trainer.keep_batches bounds neither: it counts batches that were trained on."""
+
+    @property
+    def splits(self) -> bool:
+        """Whether groups may be split; a token budget is not filled exactly, so that it never needs to."""
+        return self.on_stuck == "split" and self.unit == "sequences"
+
+
+def _one_or_several(value: Any) -> Any:
+    several = isinstance(value, list) and value and all(isinstance(part, str) for part in value)
+    if not isinstance(value, str) and not several:
+        raise PydanticCustomError("ids", "Input should be a valid string, or a list of them")
+    return value
 
 
 class EnvSection(Section):
     """What training and evaluation environments have in common."""
 
-    id: str
-    """<loader>::<environment>[@split], a built-in's name, or "module:Class" of an Environment."""
+    id: Annotated[str | list[str], BeforeValidator(_one_or_several)]
+    """<loader>::<environment>[@split], a built-in's name, or "module:Class" of an Environment. A list of ids makes
+    one env of several datasets, whose tasks come one after the other; args go to each of them."""
     name: str = ""
-    """Unique name; the id when empty."""
+    """Unique name; the id when empty, several joined by " + "."""
     args: dict[str, Any] = {}
     """Passed to the environment's constructor."""
     python: str | None = None
@@ -109,7 +184,7 @@ class EnvSection(Section):
     system_prompt: str | None = None
     """Put in front of every conversation."""
     sampling: dict[str, Any] = {}
-    """Overrides of the table's sampling parameters."""
+    """Overrides of the table's sampling parameters; tables inside (extra_body) are merged key by key."""
     ready_timeout_s: Seconds = 120
     """How long a server may take to load its environment."""
     silence_timeout_s: Seconds = 30
@@ -120,6 +195,12 @@ class EnvSection(Section):
     """Restarts of one server within restart_window_s before the environment counts as lost."""
     restart_window_s: Seconds = 600
     """See max_restarts."""
+    rollout_timeout_s: Seconds | None = None
+    """Longest attempt of this env; unset: dispatch.rollout_timeout_s."""
+    group_timeout_s: Seconds | None = None
+    """Longest group of this env, retries included; unset: dispatch.group_timeout_s."""
+    max_attempts: Positive | None = None
+    """Attempts at one rollout of this env before it counts as failed; unset: dispatch.max_attempts."""
     server_key_file: str | None = None
     """CURVE public key of servers at tcp:// addresses: a file, or "env:NAME"."""
     secret_key_file: str | None = None
@@ -130,16 +211,25 @@ class EnvSection(Section):
     @property
     def label(self) -> str:
         """The env's name."""
-        return self.name or self.id
+        return self.name or " + ".join(self.ids)
+
+    @property
+    def ids(self) -> list[str]:
+        """The id, or all of them."""
+        return [self.id] if isinstance(self.id, str) else self.id
 
 
 class TrainEnvSection(EnvSection):
     """A training environment; its settings override those of [train]."""
 
-    ratio: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    ratio: Annotated[float, Field(ge=0)] | None = None
     """Share in the mix; all envs set one or none does (then the number of tasks counts)."""
     min_batch_allocation: Share = 0.0
-    """At least this share of every batch."""
+    """At least this share of every batch: ceil(share x batch.size) sequences. Kept by splitting groups where whole
+    ones do not fit; with batch.on_stuck = "wait" lowered to what whole groups can give, and said so."""
+    on_unmet_minimum: Literal["waive", "wait"] = "waive"
+    """What happens to the minimum while the env yields nothing or its servers are down. waive: batches are made
+    without it, and it is said; wait: no batch is made until the env delivers again."""
     group_size: Positive | None = None
     """Rollouts per task."""
     max_inflight: Positive | None = None
@@ -237,7 +327,8 @@ class StalenessConfig(Section):
     """How old data may be when it is trained on."""
 
     max_versions: Annotated[int, Field(ge=0)] = 2
-    """Most policy versions between sampling and training."""
+    """Most policy versions between sampling and training. With mode = "pace" it also bounds what is under way, in
+    flight and queued together, to max_versions + 1 batches; batch.max_buffered binds first where it is lower."""
     mode: Literal["pace", "drop"] = "pace"
     """pace admits new work only while it can be trained in time; drop cancels and evicts what became too old."""
 
@@ -254,7 +345,7 @@ class TrainerConfig(Section):
     world_size: Positive = 1
     """Ranks of the trainer, each of which gets its share of every batch."""
     keep_batches: Annotated[int, Field(ge=0)] = 4
-    """Acknowledged batches that can be asked for again."""
+    """Acknowledged batches that can be asked for again; it costs disk, and neither starts nor holds back rollouts."""
     versions_dir: Path | None = None
     """Directory of step_N folders with a STABLE marker, when versions are published that way."""
     secret_key_file: str | None = None

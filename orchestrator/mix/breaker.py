@@ -15,7 +15,11 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from orchestrator.mix.foreign import Foreign, is_foreign
 from orchestrator.mix.strategy import EnvMixStrategy, MixError
+
+TRIP, RESTORE, PROBE, WINDOW = 0.1, 0.25, 0.05, 64
+"""What the breaker does unless it is told otherwise."""
 
 # A new env starts as if this many reports had been seen, half of them good: about 30 failures in a row trip it.
 PRIOR_REPORTS = 8
@@ -102,10 +106,10 @@ class CircuitBreaker(EnvMixStrategy):
         self,
         strategy: EnvMixStrategy,
         *,
-        trip: float = 0.1,
-        restore: float = 0.25,
-        probe: float = 0.05,
-        window: int = 64,
+        trip: float = TRIP,
+        restore: float = RESTORE,
+        probe: float = PROBE,
+        window: int = WINDOW,
     ) -> None:
         super().__init__(strategy.env_names, strategy.configured, rng=strategy.rng)
         self.configured, self.targets = strategy.configured, strategy.targets  # to the last bit
@@ -116,6 +120,7 @@ class CircuitBreaker(EnvMixStrategy):
         if not window >= 1:
             raise MixError(f"breaker: a window of {window} reports is below 1")
         self.strategy = strategy
+        self._asked = Foreign(strategy) if is_foreign(strategy) else strategy
         self.quarantined: frozenset[str] = frozenset()
         self._trip, self._restore, self._probe = trip, restore, probe
         self._keep = 1.0 - 1.0 / window
@@ -130,21 +135,28 @@ class CircuitBreaker(EnvMixStrategy):
     def pick(self, eligible: Collection[str] | None = None) -> str:
         """The env of the next task. Always one of `eligible`, even if nothing but quarantined envs is left."""
         if not self.quarantined:
-            return self.strategy.pick(eligible)
+            return self._asked.pick(eligible)
         return self.try_pick(eligible) or self._least_probed(eligible)
 
     def try_pick(self, eligible: Collection[str] | None = None) -> str | None:
-        """Like `pick`, but None if only quarantined envs are eligible and each has its probes in flight.
+        """Like `pick`, but None if there is nothing to pick now, whatever names `eligible` holds.
 
-        Then some rollout is in flight, and asking again after the next report is enough.
+        That is: no eligible env has a target, or only quarantined envs are eligible and each has its probes in
+        flight. Then asking again after the next report, or when another env is eligible, is enough.
         """
         if not self.quarantined:
-            return self.strategy.pick(eligible)
+            return self._ask(eligible)
         healthy = self._healthy if eligible is None else self._healthy.intersection(eligible)
         probe = self._next_probe(eligible, alone=not healthy)
         if probe is not None:
             return probe
-        return self.strategy.pick(healthy) if healthy else None
+        return self._ask(healthy) if healthy else None
+
+    def _ask(self, eligible: Collection[str] | None) -> str | None:
+        for name, target in zip(self.env_names, self.strategy.targets, strict=True):
+            if target > 0 and (eligible is None or name in eligible):
+                return self._asked.pick(eligible)
+        return None
 
     def on_dispatch(self, env: str, n: int, *, now: float) -> None:
         account = self._accounts.get(env)
@@ -156,7 +168,7 @@ class CircuitBreaker(EnvMixStrategy):
         account.dispatched += n
         self._inflight += n
         self._peak = max(self._peak, self._inflight)
-        self.strategy.on_dispatch(env, n, now=now)
+        self._asked.on_dispatch(env, n, now=now)
 
     def on_finish(self, env: str, n: int, accepted: int, *, now: float) -> None:
         if not 0 <= accepted <= n:
@@ -173,7 +185,7 @@ class CircuitBreaker(EnvMixStrategy):
             account.good = account.all * PRIOR_ACCEPTANCE
         account.all = account.all * self._keep + n
         account.good = account.good * self._keep + accepted
-        self.strategy.on_finish(env, n, accepted, now=now)
+        self._asked.on_finish(env, n, accepted, now=now)
         self._judge(env, account, now)
 
     def on_cancel(self, env: str, n: int, *, now: float) -> None:
@@ -183,7 +195,7 @@ class CircuitBreaker(EnvMixStrategy):
             return
         self._land(account, n, now)
         account.cancelled += n
-        self.strategy.on_cancel(env, n, now=now)
+        self._asked.on_cancel(env, n, now=now)
 
     def on_drop(self, env: str, n: int, *, now: float) -> None:
         account = self._accounts.get(env)
@@ -192,7 +204,7 @@ class CircuitBreaker(EnvMixStrategy):
             return
         account.dropped += n
         account.good = max(0.0, account.good - n)
-        self.strategy.on_drop(env, n, now=now)
+        self._asked.on_drop(env, n, now=now)
         self._judge(env, account, now)
 
     def numbers(self, now: float) -> dict[str, EnvNumbers]:
@@ -216,7 +228,7 @@ class CircuitBreaker(EnvMixStrategy):
                 acceptance=(account.accepted - account.dropped) / finished if finished else 1.0,
                 recent_acceptance=account.recent,
                 mean_latency_s=account.area / finished if finished else 0.0,
-                owed=self.strategy.owed(name),
+                owed=self._asked.owed(name),
                 quarantined=name in self.quarantined,
             )
         return found
@@ -235,21 +247,21 @@ class CircuitBreaker(EnvMixStrategy):
         return now - self._all_since
 
     def owed(self, env: str) -> float:
-        return self.strategy.owed(env)
+        return self._asked.owed(env)
 
     def set_active(self, active: Collection[str]) -> None:
-        self.strategy.set_active(active)
+        self._asked.set_active(active)
         self.targets = self.strategy.targets
 
     def forget_inflight(self) -> None:
         self._inflight = 0
         for account in self._accounts.values():
             account.inflight = 0
-        self.strategy.forget_inflight()
+        self._asked.forget_inflight()
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "strategy": self.strategy.state_dict(),
+            "strategy": self._asked.state_dict(),
             "quarantined": sorted(self.quarantined),
             "peak": self._peak,
             "unknown": dict(self.unknown),
@@ -260,7 +272,7 @@ class CircuitBreaker(EnvMixStrategy):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
-        notes = self.strategy.load_state_dict(state["strategy"])
+        notes = self._asked.load_state_dict(state["strategy"])
         self.targets = self.strategy.targets
         self.unknown.clear()
         self.unknown.update(state["unknown"])

@@ -90,7 +90,7 @@ class Flow(EnvMixStrategy):
         # With every env eligible the surplus is 0. Otherwise it is what the eligible ones owe to the others
         # together, and each bears its share of that: it must not change the mix among them.
         surplus /= share
-        per_need = slots / total
+        per_need = slots / total if total else 0.0  # with a short memory all measurements can be forgotten
         gain = self._gain
         best, best_score = "", float("-inf")
         for name, target, running, need, owed, cost in candidates:

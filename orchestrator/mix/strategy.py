@@ -16,6 +16,9 @@ from typing import Any, NoReturn
 
 from orchestrator.errors import ConfigError
 
+SMALLEST_SHARE = 1e-12
+"""Smaller ones are lost in rounding, and would never be picked in any run."""
+
 
 class MixError(ConfigError, ValueError):
     """Names, weights, shares or options that no mix can be made of."""
@@ -59,6 +62,11 @@ class EnvMixStrategy(ABC):
     ) -> None:
         self.env_names: tuple[str, ...] = tuple(env_names)
         self.configured: tuple[float, ...] = normalised(self.env_names, weights)
+        for name, share in zip(self.env_names, self.configured, strict=True):
+            if 0 < share < SMALLEST_SHARE:
+                raise MixError(
+                    f'env "{name}": a share of {share:g} of the mix is too small; raise its weight or set it to 0'
+                )
         self.targets: tuple[float, ...] = self.configured
         self.rng = rng
         self.unknown: Counter[str] = Counter()
@@ -124,8 +132,11 @@ class EnvMixStrategy(ABC):
     def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
         """Go on from a saved state, whose envs and weights may differ; returns what was adapted, in sentences."""
         targets: Mapping[str, float] = state["targets"]
-        self.set_active([name for name in self.env_names if targets.get(name, 1.0) > 0])
-        return changed_weights(state["weights"], self.env_names, self.configured)
+        weights: Mapping[str, float] = state["weights"]
+        # Left out before is who had a weight and no target; an env that had no weight then may have one now.
+        left_out = {name for name, target in targets.items() if target <= 0 and weights.get(name, 1.0) > 0}
+        self.set_active([name for name in self.env_names if name not in left_out])
+        return changed_weights(weights, self.env_names, self.configured)
 
     def _nothing_to_pick(self, eligible: Collection[str] | None) -> NoReturn:
         among = "none is eligible" if not eligible else f"eligible: {', '.join(sorted(eligible))}"

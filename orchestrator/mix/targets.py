@@ -14,18 +14,23 @@ from orchestrator.mix.strategy import MixError, normalised
 
 @dataclass(frozen=True, slots=True)
 class EnvShare:
-    """What decides an env's target. `num_tasks` is None for an env that generates tasks without end."""
+    """What decides an env's target. `num_tasks` is None for an env that generates tasks without end.
+
+    `group_size` matters for minimums: an env with groups of 4 gives 8 where 7 sequences are its minimum.
+    """
 
     name: str
     ratio: float | None = None
     num_tasks: int | None = None
-    min_batch_allocation: float = 0.0
+    min_batch_allocation: float | Fraction = 0.0
+    group_size: int = 1
 
 
 def mix_targets(envs: Sequence[EnvShare], *, batch_size: int | None = None) -> list[float]:
     """The targets, in the order of the envs, summing to 1; MixError where the configuration gives none.
 
-    With a batch size, a minimum counts as the whole number of sequences that it demands of every batch.
+    With a batch size, a minimum counts as the whole number of sequences that it demands of every batch, and as the
+    whole groups that these are where all of them fit: what is delivered beyond a target would only wait and grow old.
     """
     shares = normalised([env.name for env in envs], _weights(envs))
     minimums = [_minimum(env, batch_size) for env in envs]
@@ -45,7 +50,15 @@ def mix_targets(envs: Sequence[EnvShare], *, batch_size: int | None = None) -> l
                 "lower min_batch_allocation or set the ratio of those envs to 0"
             )
         return list(normalised([env.name for env in envs], minimums))
-    return _raised(shares, minimums)
+    whole = [_whole_groups(env, minimum, batch_size) for env, minimum in zip(envs, minimums, strict=True)]
+    return _raised(shares, whole if sum(whole) < 1 else minimums)
+
+
+def _whole_groups(env: EnvShare, minimum: float, batch_size: int | None) -> float:
+    if batch_size is None:
+        return minimum
+    groups = math.ceil(round(minimum * batch_size) / env.group_size)
+    return groups * env.group_size / batch_size
 
 
 def _raised(shares: Sequence[float], minimums: Sequence[float]) -> list[float]:
@@ -92,6 +105,6 @@ def _minimum(env: EnvShare, batch_size: int | None) -> float:
     if not 0 <= minimum <= 1:
         raise MixError(f'env "{env.name}": min_batch_allocation {minimum} is not between 0 and 1')
     if batch_size is None:
-        return minimum
+        return float(minimum)
     # Through its decimal notation, so that 0.29 of 100 is 29 and not 30.
-    return math.ceil(Fraction(repr(minimum)) * batch_size) / batch_size
+    return math.ceil(Fraction(str(minimum)) * batch_size) / batch_size

@@ -5,15 +5,18 @@ Components take small frozen structures and never see the configuration; these f
 
 import os
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from envs.adapters.concatenated import join
 from envs.adapters.domains import Domain, Routed, route
 from envs.curve import KeyFileError, ServerKeys, read_client_keys, read_key, read_pair
 from envs.errors import EnvironmentLoadError
 from envs.loader import LOADERS, parse_id
+from orchestrator.buffer.minimums import Minimums
 from orchestrator.config import Config
+from orchestrator.config.fitting import batch_minimums
 from orchestrator.config.sections import EnvSection
 from orchestrator.dispatch.ports import Rules
 from orchestrator.env_servers.env import (
@@ -36,18 +39,16 @@ from orchestrator.inference import (
     build_weight_update,
 )
 from orchestrator.local.children import LocalChildren
-from orchestrator.mix import EnvShare, build_mix, mix_targets
+from orchestrator.mix import CircuitBreaker, EnvShare, build_mix, mix_targets, verify_strategy
+from orchestrator.mix.foreign import describe_fault
 from orchestrator.run.settings import BatchSettings, EvalEnvSettings, Limits, RunSettings, TrainEnvSettings
 from orchestrator.tasks.evaluations import EvalPlan
 
 
 def verify(config: Config) -> None:
     """Look for what would fail at the start; ConfigError with all of it, before anything is spawned."""
-    names = [section.label for section in config.train.env]
     parts: list[Callable[[], object]] = [
-        lambda: build_mix(
-            config.mix.strategy, names, [1.0] * len(names), rng=random.Random(0), **config.mix.options
-        ),
+        lambda: verify_strategy(lambda: _trial_mix(config)),
         lambda: build_advantage(config.dispatch.advantage),
         lambda: build_weight_update(config.inference.weight_update),
         lambda: build_train_envs(config),
@@ -62,8 +63,28 @@ def verify(config: Config) -> None:
             build()
         except ConfigError as error:
             problems.append(str(error))
+        except Exception as error:  # whatever somebody's module does when it is imported
+            problems.append(describe_fault(error, None))
     if problems:
         raise ConfigError("\n  ".join(["the configuration cannot be started", *problems]))
+
+
+def _trial_mix(config: Config) -> CircuitBreaker:
+    """The mix as far as it is known before environments tell how many tasks they have."""
+    envs = config.train.env
+    return build_mix(
+        config.mix.strategy,
+        [section.label for section in envs],
+        [1.0 if section.ratio is None else section.ratio for section in envs],
+        rng=random.Random(0),
+        group_sizes={section.label: section.group_size or config.train.group_size for section in envs},
+        **config.mix.arguments(),
+    )
+
+
+def build_minimums(config: Config) -> Minimums:
+    """What every batch has at least of each env: as configured, or lowered to what whole groups can give."""
+    return batch_minimums(config.batch, config.train)
 
 
 def read_variable(setting: str, name: str | None) -> str | None:
@@ -79,16 +100,7 @@ def read_variable(setting: str, name: str | None) -> str | None:
 def _env_spec(
     config: Config, section: EnvSection, *, name: str, train: bool, sampling: dict[str, object]
 ) -> EnvSpec:
-    domains = {
-        domain: Domain(table.rollout, table.dataset, table.system_prompt)
-        for domain, table in config.domains.items()
-    }
-    try:
-        split = parse_id(section.id).split
-        routed = route(section.id, section.args, domains=domains, loaders=LOADERS)
-    except EnvironmentLoadError as error:
-        raise ConfigError(f'env "{name}": {error}') from None
-    routed = routed or Routed(section.id, dict(section.args), None)
+    routed, split = _routed(config, section, name)
     keys = None
     if section.server_key_file is not None:
         if section.secret_key_file is None:
@@ -104,7 +116,7 @@ def _env_spec(
         train=train,
         args=routed.args,
         model=config.model.name,
-        sampling=sampling | section.sampling,
+        sampling=merged(sampling, section.sampling),
         system_prompt=section.system_prompt if section.system_prompt is not None else routed.system_prompt,
         api_key_env=config.inference.api_key_env,
         python=section.python,
@@ -144,6 +156,40 @@ def own_secrets(config: Config) -> frozenset[str]:
     if config.http.token_env:
         named.add(config.http.token_env)
     return frozenset(named - {config.inference.api_key_env})
+
+
+def _routed(config: Config, section: EnvSection, name: str) -> tuple[Routed, str | None]:
+    """What a server loads in place of the section's id or ids, and the split that a single id names."""
+    domains = {
+        domain: Domain(table.rollout, table.dataset, table.system_prompt)
+        for domain, table in config.domains.items()
+    }
+    try:
+        parts = [
+            route(text, section.args, domains=domains, loaders=LOADERS)
+            or Routed(text, dict(section.args), None)
+            for text in section.ids
+        ]
+        if isinstance(section.id, str):
+            return parts[0], parse_id(section.id).split
+        joined, args = join(section.ids, [(part.id, part.args) for part in parts])
+    except EnvironmentLoadError as error:
+        raise ConfigError(f'env "{name}": {error}') from None
+    prompts = {part.system_prompt for part in parts}
+    if len(prompts) > 1 and section.system_prompt is None:
+        raise ConfigError(f'env "{name}": its ids have different system prompts; set its own system_prompt')
+    return Routed(joined, args, parts[0].system_prompt), None
+
+
+def merged(shared: Mapping[str, object], own: Mapping[str, object]) -> dict[str, object]:
+    """The shared settings with an env's own on top; a table is merged into the one of the same name."""
+    result = dict(shared)
+    for key, value in own.items():
+        below = result.get(key)
+        result[key] = (
+            merged(below, value) if isinstance(below, Mapping) and isinstance(value, Mapping) else value
+        )
+    return result
 
 
 def build_train_envs(config: Config) -> TrainEnvs:
@@ -186,7 +232,7 @@ def build_eval_envs(config: Config) -> EvalEnvs:
 def build_settings(config: Config, train: TrainEnvs, evals: EvalEnvs) -> RunSettings:
     """What the run is told; the environments must be connected."""
     batch, dispatch = config.batch, config.dispatch
-    targets = build_targets(config, train)
+    targets, minimums = build_targets(config, train), build_minimums(config).shares()
     return RunSettings(
         seed=config.seed,
         max_steps=config.max_steps,
@@ -209,7 +255,8 @@ def build_settings(config: Config, train: TrainEnvs, evals: EvalEnvs) -> RunSett
                 target=targets[name],
                 group_size=env.settings.group_size,
                 limits=_limits(config, section),
-                minimum=section.min_batch_allocation,
+                minimum=minimums.get(name, 0.0),
+                on_unmet_minimum=section.on_unmet_minimum,
                 max_inflight=section.max_inflight,
                 rollouts_per_minute=section.rollouts_per_minute,
             )
@@ -221,7 +268,7 @@ def build_settings(config: Config, train: TrainEnvs, evals: EvalEnvs) -> RunSett
         keep_equal_rewards=dispatch.keep_equal_rewards,
         max_barren_batches=dispatch.max_barren_batches,
         strategy=config.mix.strategy,
-        strategy_options=config.mix.options,
+        strategy_options=config.mix.arguments(),
     )
 
 
@@ -257,9 +304,9 @@ def build_rules(config: Config) -> Rules:
 def _limits(config: Config, section: EnvSection) -> Limits:
     dispatch = config.dispatch
     return Limits(
-        rollout_timeout_s=dispatch.rollout_timeout_s,
-        group_timeout_s=dispatch.group_timeout_s,
-        max_attempts=dispatch.max_attempts,
+        rollout_timeout_s=section.rollout_timeout_s or dispatch.rollout_timeout_s,
+        group_timeout_s=section.group_timeout_s or dispatch.group_timeout_s,
+        max_attempts=section.max_attempts or dispatch.max_attempts,
     )
 
 
@@ -271,6 +318,7 @@ def build_targets(config: Config, envs: TrainEnvs) -> dict[str, float]:
             ratio=env.settings.ratio,
             num_tasks=env.num_tasks,
             min_batch_allocation=env.settings.min_batch_allocation,
+            group_size=env.settings.group_size,
         )
         for env in envs.values()
     ]
@@ -359,7 +407,7 @@ def describe_start(config: Config) -> list[str]:
             if section.addresses
             else f"{section.workers} server process(es)"
         )
-        lines.append(f'{table} env "{section.label}" ({section.id}): {where}')
+        lines.append(f'{table} env "{section.label}" ({", ".join(section.ids)}): {where}')
     lines.append(f"trainer link at {trainer_address(config)}, {config.trainer.world_size} rank(s)")
     if config.http.enabled:
         lines.append(f"HTTP at http://{config.http.host}:{config.http.port}")

@@ -143,7 +143,9 @@ class Driver(Generic[Run_]):
             if isinstance(answer, wire.Failure):
                 if not attempt.ended:
                     self._log_failure(attempt, answer)
-                self.run.on_failure(attempt, answer, now, together=(answer.inflight or 2) if answer.lost else 0)
+                self.run.on_failure(
+                    attempt, answer, now, together=(answer.inflight or 2) if answer.lost else 0
+                )
             else:
                 self.run.on_result(attempt, answer, now)
             attempt.request = None

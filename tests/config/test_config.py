@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from envs.addresses import is_loopback
+from orchestrator.buffer.minimums import reachable_sums
 from orchestrator.config import Config, find_warnings, load_config
-from orchestrator.config.checks import reachable
 from orchestrator.config.reference import describe_type, render_reference
 from orchestrator.errors import ConfigError
 
@@ -246,14 +246,15 @@ class TestMistakes:
 
     def test_group_sizes_that_never_sum_to_the_batch(self, path: Path) -> None:
         """A batch that no number of whole groups can fill would be waited for without end."""
-        found = problems(path, "--train.env.a.group_size=6", "--train.env.b.group_size=9", "--batch.size=32")
+        sizes = ["--train.env.a.group_size=6", "--train.env.b.group_size=9", "--batch.size=32"]
+        found = problems(path, *sizes, "--batch.on_stuck=wait")
         assert found == {
             "batch.size": "no number of whole groups of 6, 9 ever sums to 32; change batch.size or group_size"
         }
 
     def test_groups_that_may_shrink_or_be_split_fill_any_batch(self, path: Path) -> None:
         """With min_valid or on_stuck = "split" sizes are not fixed, so there is nothing to complain about."""
-        assert load_config(path, ["--batch.size=33", "--dispatch.min_valid=2"])
+        assert load_config(path, ["--batch.size=33", "--dispatch.min_valid=2", "--batch.on_stuck=wait"])
         assert load_config(path, ["--batch.size=33", "--batch.on_stuck=split"])
 
     def test_values_from_variables_are_seen_together_with_the_file(
@@ -360,11 +361,59 @@ class TestMistakes:
         assert what in problems(path)[where]
 
 
+class TestBreaker:
+    def test_its_settings_are_a_table_or_false(self, path: Path) -> None:
+        """[mix.breaker] is what the mix is built with; false turns it off."""
+        arguments = load_config(
+            path, ["--mix.breaker.trip=0.05", "--mix.options={ gain = 0.5 }"]
+        ).mix.arguments()
+        assert arguments == {
+            "gain": 0.5,
+            "breaker": {"trip": 0.05, "restore": 0.25, "probe": 0.05, "window": 64},
+        }
+        assert load_config(path, ["--mix.breaker=false"]).mix.arguments() == {"breaker": False}
+        assert load_config(path, ["--mix.breaker=true"]).mix == load_config(path).mix
+
+    def test_they_are_still_taken_from_the_options(self, path: Path) -> None:
+        """Where they stood before they had a table, but not in both places."""
+        options = "--mix.options={ breaker = { window = 9 } }"
+        assert load_config(path, [options]).mix.arguments() == {"breaker": {"window": 9}}
+        assert problems(path, options, "--mix.breaker.trip=0.05") == {
+            "mix.options.breaker": "is set in [mix.breaker] too; remove one of the two"
+        }
+
+    @pytest.mark.parametrize(
+        ("override", "where", "what"),
+        [
+            ("--mix.breaker.tripp=1", "mix.breaker.tripp", 'did you mean "trip"?'),
+            ("--mix.breaker.probe=0", "mix.breaker.probe", "greater than 0"),
+            ("--mix.breaker.trip=0.5", "mix.breaker.trip", "0.5 is above restore (0.25)"),
+            ("--mix.breaker=3", "mix.breaker", "should be a table (got 3)"),
+            ("--mix.breaker.window=true", "mix.breaker.window", "should be a number (got True)"),
+        ],
+    )
+    def test_mistakes_have_their_path(self, path: Path, override: str, where: str, what: str) -> None:
+        """Like in every other table."""
+        assert what in problems(path, override)[where]
+
+
+def test_an_env_may_have_its_own_limits_and_its_own_word_on_its_minimum(tmp_path: Path) -> None:
+    """Attempts and timeouts of training and evaluation envs; unset, those of [dispatch] hold."""
+    own = "max_attempts = 1\nrollout_timeout_s = 5\ngroup_timeout_s = 9\n"
+    text = f'{BASE}{own}on_unmet_minimum = "wait"\n[[eval.env]]\nid = "reverse"\n{own}'
+    config = load_config(written(tmp_path, text))
+    first, second = config.train.env
+    for env in (second, config.eval.env[0]):
+        assert (env.max_attempts, env.rollout_timeout_s, env.group_timeout_s) == (1, 5, 9)
+    assert (first.max_attempts, first.rollout_timeout_s, first.group_timeout_s) == (None, None, None)
+    assert (first.on_unmet_minimum, second.on_unmet_minimum) == ("waive", "wait")
+
+
 class TestWarnings:
     def test_minimums_over_the_whole_are_scaled(self, path: Path) -> None:
         """They can still be run, so it is a warning, with the sum."""
         overrides = ["--train.env.a.min_batch_allocation=0.9", "--train.env.b.min_batch_allocation=0.6"]
-        config = load_config(path, ["--dispatch.max_inflight=32", *overrides])
+        config = load_config(path, ["--dispatch.max_inflight=32", "--train.group_size=1", *overrides])
         assert find_warnings(config.model_dump()) == [
             ("train.env", "minimums sum to 150%; they are scaled down to 100 %")
         ]
@@ -375,7 +424,7 @@ class TestWarnings:
             f'[[train.env]]\nname = "e{i}"\nid = "builtin::agree"\nmin_batch_allocation = 0.1\n'
             for i in range(10)
         )
-        path.write_text(f"[local]\n{tenths}")
+        path.write_text(f"[local]\n[train]\ngroup_size = 1\n{tenths}")
         assert find_warnings(load_config(path).model_dump()) == []
 
     def test_a_limit_that_pacing_never_reaches(self, path: Path) -> None:
@@ -387,7 +436,7 @@ class TestWarnings:
     def test_warnings_come_together(self, path: Path) -> None:
         """One does not hide another."""
         overrides = ["--train.env.a.min_batch_allocation=0.9", "--train.env.b.min_batch_allocation=0.6"]
-        config = load_config(path, ["--dispatch.max_inflight=97", *overrides])
+        config = load_config(path, ["--dispatch.max_inflight=97", "--train.group_size=1", *overrides])
         assert [where for where, _ in find_warnings(config.model_dump())] == [
             "train.env",
             "dispatch.max_inflight",
@@ -400,7 +449,8 @@ class TestWarnings:
 )  # fmt: skip
 def test_reachable_sums(sizes: set[int], total: int, expected: bool) -> None:
     """A total is reachable if and only if some multiset of the sizes sums to it."""
-    assert reachable(sizes, total) is expected
+    named = {str(size): size for size in sizes}
+    assert bool(reachable_sums(named, total) >> total & 1) is expected
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
 """Who may start and which batch may be formed, by arithmetic alone."""
 
-from orchestrator.dispatch.limits import Ramp, TokenBucket
 from orchestrator.dispatch.staleness import Staleness
+
+from orchestrator.dispatch.limits import Ramp, TokenBucket
 
 
 def paced(max_versions: int = 1, batch_size: int = 8) -> Staleness:

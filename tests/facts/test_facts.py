@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
+from orchestrator.dispatch.staleness import Staleness
 
 from orchestrator.dispatch.ledger import Lane, Ledger, Outcome
-from orchestrator.dispatch.staleness import Staleness
 from orchestrator.facts import Facts
 from orchestrator.groups.group import Batch, Group
 from orchestrator.tasks.task import TrainTask

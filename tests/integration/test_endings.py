@@ -111,7 +111,7 @@ async def test_a_mistake_in_the_configuration_ends_before_anything_is_started(
     tmp_path: Path, policy: str
 ) -> None:
     """Exit code 2 with every problem at its path; not even the run directory is made."""
-    config = config_file(tmp_path, policy, env("Dice", ratoi=1.0), batch={"size": 7})
+    config = config_file(tmp_path, policy, env("Dice", ratoi=1.0), batch={"size": 7, "on_stuck": "wait"})
     code, said = await run_failing(tmp_path, config)
     assert code == 2
     assert 'train.env[0].ratoi: unknown key; did you mean "ratio"?' in said

@@ -29,8 +29,8 @@ from orchestrator.trainer.protocol import (
     encode,
 )
 from tests.support.journal_groups import make_batch
-from tests.support.trainer_links import make_server
 from tests.support.journal_opening import open_journal
+from tests.support.trainer_links import make_server
 from tests.support.trainer_victim import digest
 from tests.support.waiting import until
 from tests.trainer.recorded import read_recorded, recorded_batch

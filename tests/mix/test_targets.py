@@ -123,3 +123,22 @@ def test_delivered_shares_over_the_run_and_lately(
 def test_deviation_is_the_largest_in_percentage_points() -> None:
     """The env that is furthest from its target counts, missing ones included."""
     assert largest_deviation({"a": 0.5}, {"a": 0.4, "b": 0.3, "c": 0.3}) == pytest.approx(30)
+
+
+def test_a_minimum_counts_as_the_whole_groups_that_keep_it() -> None:
+    """A tenth of 64 is 7 sequences, which groups of 4 give as 8: aiming lower would pile up what others deliver."""
+    envs = [
+        EnvShare("words", ratio=0.5, min_batch_allocation=0.5, group_size=2),
+        EnvShare("lookup", ratio=0.4, group_size=8),
+        EnvShare("agree", ratio=0.1, min_batch_allocation=0.1, group_size=4),
+    ]
+    assert mix_targets(envs, batch_size=64) == pytest.approx([0.5, 0.375, 0.125])
+
+
+def test_whole_groups_that_do_not_fit_leave_the_minimums_as_they_are() -> None:
+    """Groups are split then, so that a target is the number of sequences that was asked for."""
+    envs = [EnvShare(name, ratio=1.0, min_batch_allocation=0.3, group_size=16) for name in "abc"]
+    envs.append(EnvShare("d", ratio=0.1))
+    targets = mix_targets(envs, batch_size=40)
+    assert targets[3] > 0
+    assert min(targets[:3]) >= 12 / 40 - 1e-9

@@ -32,6 +32,22 @@ def test_settings_of_an_env_override_those_of_its_table() -> None:
     assert env.settings.group_size == 4
 
 
+def test_a_table_in_the_sampling_is_merged_into_the_shared_one() -> None:
+    """An env that adds to `extra_body` keeps what all envs have there; what is no table is replaced."""
+    shared = {"extra_body": {"a": 1, "deep": {"x": 1, "y": 2}}, "stop": ["a"]}
+    own = {"extra_body": {"b": 2, "deep": {"y": 3}}, "stop": ["b"]}
+    made = config(
+        train={"sampling": shared, "env": [{"id": "reverse", "ratio": 1.0, "sampling": own}]},
+        eval={"sampling": shared, "env": [{"id": "reverse", "sampling": {"extra_body": 5}}]},
+    )
+    assert blueprint.build_train_envs(made)["reverse"].spec.sampling == {
+        "extra_body": {"a": 1, "b": 2, "deep": {"x": 1, "y": 3}},
+        "stop": ["b"],
+    }
+    assert blueprint.build_eval_envs(made)["eval-reverse"].spec.sampling == {"extra_body": 5, "stop": ["a"]}
+    assert made.train.sampling == shared
+
+
 def test_the_split_of_an_id_is_used_and_evals_default_to_their_own() -> None:
     """`@hard` names the split; without one training reads "train" and evaluation "eval"."""
     made = config(

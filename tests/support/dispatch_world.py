@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from orchestrator.dispatch.staleness import Staleness
 
 from envs.wire import Result, RolloutHeader
 from orchestrator.buffer import BatchBuffer
 from orchestrator.dispatch.dispatcher import Dispatcher
 from orchestrator.dispatch.ledger import Lane, Ledger
 from orchestrator.dispatch.ports import Cancel, GroupCompleted, GroupDropped, Rules, Start, TrainRules
-from orchestrator.dispatch.staleness import Staleness
 from orchestrator.dispatch.work import Attempt, PendingGroup
 from orchestrator.facts import Facts
 from orchestrator.groups.group import Batch, Group
