@@ -175,7 +175,7 @@ def _text(value: object) -> str:
     try:
         return str(value).encode("utf-8", "replace").decode()
     # A failure must reach the client whatever the environment's exception does when it is shown.
-    except BaseException:
+    except BaseException:  # noqa: BLE001  see above
         return f"a {type(value).__name__} that cannot be shown"
 
 

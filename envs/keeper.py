@@ -64,7 +64,7 @@ def _become(command: Sequence[str], keeper: int) -> None:
         try:
             os.execvp(command[0], list(command))  # noqa: S606  the command of our own parent
         except OSError as error:
-            print(f"{command[0]}: {error.strerror}", file=sys.stderr, flush=True)
+            print(f"{command[0]}: {error.strerror}", file=sys.stderr, flush=True)  # noqa: T201  there is no log yet
     os._exit(_NOT_STARTED)
 
 

@@ -108,7 +108,7 @@ async def _run(config: Config, *, fresh: bool) -> int:
         async with start_service(config, fresh=fresh) as service:
             signals.attach(service)
             calm_garbage_collector()
-            beside = [show_progress(service.run.status, console)] if display else []
+            beside = [show_progress(service.status, console)] if display else []
             end = await service.serve(*beside)
             summary = await service.finish(end)
     except asyncio.CancelledError:

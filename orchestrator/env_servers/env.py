@@ -91,6 +91,11 @@ class Env:
         """Restarts and reconnections of all servers so far."""
         return sum(slot.restarts for slot in self._slots)
 
+    @property
+    def servers(self) -> int:
+        """Servers that there should be."""
+        return len(self._slots)
+
     def stats(self) -> dict[str, wire.ServerStats | None]:
         """The latest statistics of each server, by name."""
         return {slot.name: slot.link.stats if slot.link is not None else None for slot in self._slots}

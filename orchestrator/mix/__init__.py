@@ -4,12 +4,9 @@
 """
 
 import difflib
-import importlib
 import inspect
 import random
-import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from envs.importing import ImportReferenceError, import_attribute
@@ -102,19 +99,17 @@ def _breaker_settings(breaker: bool | Mapping[str, Any]) -> dict[str, Any]:
 
 def _strategy_class(strategy: str) -> type[EnvMixStrategy]:
     known = STRATEGIES.get(ALIASES.get(strategy, strategy), strategy)
-    module, _, attribute = known.partition(":")
-    if not module or not attribute:
+    if ":" not in known:
         names = ", ".join([*STRATEGIES, *ALIASES])
         close = difflib.get_close_matches(strategy, [*STRATEGIES, *ALIASES], n=1, cutoff=0.5)
         hint = f'; did you mean "{close[0]}"?' if close else ""
         raise MixError(f'no mix strategy is named "{strategy}"; use one of {names}, or "module:Class"{hint}')
-    here = str(Path.cwd())
-    if here not in sys.path and "" not in sys.path:
-        sys.path.insert(0, here)  # an installed command does not look where it is started
     try:
-        found = getattr(importlib.import_module(module), attribute)
-    except Exception as error:  # whatever somebody's module does when it is imported
-        told = error if isinstance(error, (ImportError, AttributeError)) else describe_fault(error, None)
+        found = import_attribute(known, what="mix strategy")
+    except ImportReferenceError as error:
+        raise MixError(f'mix strategy "{strategy}" cannot be loaded: {error}') from error
+    except Exception as error:
+        told = describe_fault(error, None)
         raise MixError(f'mix strategy "{strategy}" cannot be loaded: {told}') from error
     if not (isinstance(found, type) and issubclass(found, EnvMixStrategy)):
         raise MixError(f'mix strategy "{strategy}" is not a subclass of EnvMixStrategy')

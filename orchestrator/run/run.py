@@ -152,11 +152,9 @@ class Run:
         self.weights_path = self.loaded_path
         self.save(now)
 
-    def stop(self, why: str, now: float) -> None:
+    def stop(self, now: float) -> None:
         """Open nothing new and form nothing more; what is in flight may still end."""
-        if self.state is RunState.RUNNING:
-            self.state = RunState.DRAINING
-        self.end(why)
+        self.state = RunState.DRAINING
 
     def end(self, why: str) -> None:
         """The run is over; the first reason counts."""

@@ -63,7 +63,7 @@ def verify(config: Config) -> None:
             build()
         except ConfigError as error:
             problems.append(str(error))
-        except Exception as error:  # whatever somebody's module does when it is imported
+        except Exception as error:  # noqa: BLE001  whatever somebody's module does when it is imported
             problems.append(describe_fault(error, None))
     if problems:
         raise ConfigError("\n  ".join(["the configuration cannot be started", *problems]))

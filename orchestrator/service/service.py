@@ -119,20 +119,18 @@ class Service:
         """The parts run in one group; the run's end, a stop or the first failure cancels them all."""
 
         async def end() -> None:
-            ended = self.driver.ended
-            stopped: asyncio.Future[Any] = asyncio.ensure_future(self.stop.wait())
-            try:
-                await asyncio.wait([ended, stopped], return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                stopped.cancel()
-            if not ended.done():
+            await self.driver.ended
+            raise _EndOfRun
+
+        async def stopped() -> None:
+            await self.stop.wait()
+            if not self.driver.ended.done():
                 await self._drain()
             raise _EndOfRun
 
         try:
             async with asyncio.TaskGroup() as group:
-                group.create_task(end(), name="end")
-                for part in parts:
+                for part in (end(), stopped(), *parts):
                     group.create_task(part)
         except BaseExceptionGroup as errors:
             ended, failed = errors.split(_EndOfRun)
@@ -145,13 +143,15 @@ class Service:
 
     async def _drain(self) -> None:
         """Open nothing new, form nothing more, and let open groups end, for a bounded time."""
-        self.driver.tell(self.run.stop, "stopped by a signal")
+        self.driver.tell(self.run.stop)
         log.info("run.draining", inflight=self.run.parts.ledger.total_inflight, at_most_s=DRAIN_S)
         try:
             async with asyncio.timeout(DRAIN_S):
                 await self.driver.wait_idle()
         except TimeoutError:
             log.info("run.drain_ended", inflight=self.run.parts.ledger.total_inflight)
+        self.run.end("stopped by a signal")
+        self.driver.perform()
 
     async def finish(self, end: str) -> dict[str, Any]:
         """Record everything, tell the trainer, write the summary."""
@@ -246,7 +246,7 @@ async def start_service(config: Config, *, fresh: bool = False) -> AsyncIterator
             on_evaluation=results.append,
             clock=time.monotonic,
         )
-        join_shells(driver, pool=pool, journal=journal)
+        join_shells(driver, pool=pool, loader=loader, journal=journal)
         for env in (*train.values(), *evals.values()):
             env.on_free = driver.wake
         server = build_batch_server(

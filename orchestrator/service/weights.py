@@ -49,6 +49,13 @@ class WeightLoader:
         self._newest = version, path
         self._asked.set()
 
+    def look(self, driver: Driver[Run]) -> None:
+        """The inference servers changed: one that came back may have loaded what was asked for, or refused it."""
+        run, loaded = driver.run, self._pool.loaded
+        if loaded.version > run.version:
+            driver.tell(run.on_loaded, loaded.version, loaded.path)
+        driver.wake()
+
     async def run(self, driver: Driver[Run]) -> None:
         """Load until cancelled, and tell the run what came of it."""
         while True:
@@ -60,4 +67,5 @@ class WeightLoader:
             except WeightUpdateError as error:
                 driver.tell(driver.run.on_refused, version, str(error))
             else:
-                driver.tell(driver.run.on_loaded, version, path)
+                # With no server in service nothing is loaded yet; the first that comes back brings it.
+                self.look(driver)

@@ -16,6 +16,7 @@ from orchestrator.journal import Journal, Recovered
 from orchestrator.run.run import Run
 from orchestrator.service import blueprint
 from orchestrator.service.driver import Driver
+from orchestrator.service.weights import WeightLoader
 from orchestrator.trainer_link.server import PROBE_S, BatchServer
 
 log = structlog.get_logger()
@@ -133,8 +134,8 @@ def _end(driver: Driver[Run], why: str) -> None:
     driver.perform()
 
 
-def join_shells(driver: Driver[Run], *, pool: InferencePool, journal: Journal) -> None:
+def join_shells(driver: Driver[Run], *, pool: InferencePool, loader: WeightLoader, journal: Journal) -> None:
     """Have everything that changes what a run looks at wake its driver."""
-    pool.on_change = driver.wake
+    pool.on_change = lambda: loader.look(driver)
     pool.on_lost = lambda endpoint: driver.tell(driver.run.on_endpoint_lost, endpoint)
     journal.on_room = driver.wake
