@@ -154,8 +154,7 @@ def own_secrets(config: Config) -> frozenset[str]:
     for section in sections:
         sources += [section.server_key_file, section.secret_key_file]
     named = {source.removeprefix("env:") for source in sources if source and source.startswith("env:")}
-    if config.http.token_env:
-        named.add(config.http.token_env)
+    named.update(name for name in (config.http.token_env, config.trainer.token_env) if name)
     return frozenset(named - {config.inference.api_key_env})
 
 
