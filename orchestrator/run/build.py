@@ -73,7 +73,6 @@ def build_run(
         keep_equal_rewards=settings.keep_equal_rewards,
         # A group that is split is recorded anew, so it must still have all of itself.
         keep_transcripts=batch.on_stuck == "split" and batch.unit == "sequences",
-        available=lambda: [name for name, port in train.items() if port.available],
         offer=offer,
     )
     rules = {name: _env_rules(train[name], env.limits, env) for name, env in envs.items()}
