@@ -55,8 +55,24 @@ def render(status: Status) -> RenderableType:
         bar.add_row(ProgressBar(total=status.max_steps, completed=status.step, width=72))
         parts.append(bar)
     parts.append(_env_table(status))
+    parts += [Text(plain(line), style="yellow") for line in _troubles(status)]
     parts.append(Text(plain(f"waits for {status.waiting_for}") if status.waiting_for else "", style="dim"))
     return Group(*parts)
+
+
+def _troubles(status: Status) -> list[str]:
+    """What is not as it was asked for, a line each."""
+    lines = [
+        f'env "{name}" is missing from batches: {env.minimum_waived}'
+        for name, env in status.envs.items()
+        if env.minimum_waived
+    ]
+    lines += [
+        f"inference server {endpoint.url}: {endpoint.error}"
+        for endpoint in status.endpoints
+        if endpoint.error and not endpoint.healthy
+    ]
+    return [*lines, status.refused] if status.refused else lines
 
 
 def _env_table(status: Status) -> Table:
