@@ -24,6 +24,11 @@ _ENV_GAUGES: list[tuple[str, str, Callable[[EnvStatus], float | None]]] = [
     ("env_latency_seconds", "Mean time of the env's groups in flight", lambda env: env.mean_latency_s),
     ("env_reward", "Mean reward of the env in the last step", lambda env: env.reward),
     ("env_quarantined", "1 while the env is only probed", lambda env: float(env.quarantined)),
+    (
+        "minimum_waived",
+        "1 while batches are formed without the env's minimum",
+        lambda env: float(bool(env.minimum_waived)),
+    ),
     ("env_servers_ready", "Servers of the env that are ready", lambda env: env.servers_ready),
     ("env_queued_sequences", "Sequences of the env in the queue", lambda env: env.queued),
 ]
@@ -103,6 +108,11 @@ class StatusCollector(Collector):
             for reason, n in env_status.dropped.items():
                 dropped.add_metric([env, reason], n)
         yield from (sequences, dropped, restarts)
+        yield CounterMetricFamily(
+            "orchestrator_minimums_waived",
+            "Times that the minimum of an env was waived",
+            status.minimums_waived,
+        )
         yield from self._evals(status)
         endpoints = GaugeMetricFamily(
             "orchestrator_endpoint_inflight", "Rollouts in flight on an endpoint", labels=["url"]

@@ -57,6 +57,7 @@ class _Picture:
             )
             yield bar
         yield _env_table(status, width)
+        yield from (Text(plain(line), style="yellow") for line in _troubles(status))
         yield Text(plain(f"waits for {status.waiting_for}") if status.waiting_for else "", style="dim")
 
 
@@ -80,6 +81,21 @@ def _facts(status: Status, width: int) -> Iterator[Text]:
         else:
             line = Text.assemble(line, GAP, fact)
     yield line
+
+
+def _troubles(status: Status) -> list[str]:
+    """What is not as it was asked for, a line each."""
+    lines = [
+        f'env "{name}" is missing from batches: {env.minimum_waived}'
+        for name, env in status.envs.items()
+        if env.minimum_waived
+    ]
+    lines += [
+        f"inference server {endpoint.url}: {endpoint.error}"
+        for endpoint in status.endpoints
+        if endpoint.error and not endpoint.healthy
+    ]
+    return [*lines, status.refused] if status.refused else lines
 
 
 def _env_table(status: Status, width: int) -> Table:

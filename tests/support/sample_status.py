@@ -25,7 +25,7 @@ def env_status(**changes: Any) -> EnvStatus:
         "servers": 2,
         "restarts": 3,
         "queued": 8,
-        "minimum": 0,
+        "minimum": 4,
         "minimum_waived": "",
         "dropped": {"equal_rewards": 4},
     }
@@ -37,7 +37,7 @@ def sample_status(**changes: Any) -> Status:
     fields: dict[str, Any] = {
         "state": "running",
         "waiting_for": "a free slot",
-        "waits": [WaitStatus("slot", "a free slot", None)],
+        "waits": [WaitStatus("slot", "a free slot", None), WaitStatus("groups", "24 sequences", None)],
         "step": 5,
         "max_steps": 20,
         "trained": 4,
@@ -61,7 +61,7 @@ def sample_status(**changes: Any) -> Status:
         "evals": [],
         "staleness": {"mean": 0.5, "max": 2.0},
         "refused": "",
-        "minimums_waived": 0,
+        "minimums_waived": 2,
         "loop_lag_p99_s": 0.003,
         "journal_backlog_bytes": 1024,
         "seconds": 61.7,

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from orchestrator.facts import EndpointStatus
 from orchestrator.views.progress import print_summary, render, show_progress
 from tests.support.sample_status import env_status, sample_status
 
@@ -76,6 +77,25 @@ def test_the_display_says_what_is_waited_for() -> None:
     """A run that stands still tells why."""
     assert "waits for the trainer" in shown(sample_status(waiting_for="the trainer"))
     assert "waits" not in shown(sample_status(waiting_for=""))
+
+
+def test_the_display_says_what_is_not_as_it_was_asked_for() -> None:
+    """A waived minimum, an inference server that is out of service and a refused version, a line each."""
+    assert "missing" not in shown(sample_status())
+    out = shown(
+        sample_status(
+            envs={"math": env_status(minimum_waived="it has no ready server")},
+            endpoints=[
+                EndpointStatus("http://a/v1", healthy=True, inflight=1, version=4, error="slow once"),
+                EndpointStatus("http://b/v1", healthy=False, inflight=0, version=3, error="HTTP 503"),
+            ],
+            refused="version 5 could not be loaded: no file",
+        )
+    )
+    assert 'env "math" is missing from batches: it has no ready server' in out
+    assert "inference server http://b/v1: HTTP 503" in out
+    assert "http://a/v1" not in out
+    assert "version 5 could not be loaded: no file" in out
 
 
 def test_a_run_without_an_end_has_no_bar() -> None:
