@@ -158,6 +158,7 @@ class Run:
     def stop(self, now: float) -> None:
         """Open nothing new and form nothing more; what is in flight may still end."""
         self.state = RunState.DRAINING
+        self.parts.evaluations.stop()
 
     def end(self, why: str) -> None:
         """The run is over; the first reason counts."""

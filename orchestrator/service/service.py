@@ -249,9 +249,7 @@ async def start_service(config: Config, *, fresh: bool = False) -> AsyncIterator
         join_shells(driver, pool=pool, loader=loader, journal=journal)
         for env in (*train.values(), *evals.values()):
             env.on_free = driver.wake
-        server = build_batch_server(
-            config, driver, journal, recovered, version=weights.published, check_version=checks.ask
-        )
+        server = build_batch_server(config, driver, journal, recovered, check_version=checks.ask)
         offers.server = server
         offers.recovered(recovered)
         await stack.enter_async_context(server)
