@@ -53,7 +53,7 @@ class Pool(Placement, Protocol):
         """Why no inference server is in service; empty while one is."""
 
 
-class Journal(Record, Protocol):
+class RunJournal(Record, Protocol):
     """The record that survives a crash."""
 
     @property

@@ -34,7 +34,7 @@ from orchestrator.service.driver import Driver
 from orchestrator.service.health import LoopLag, Watchdog
 from orchestrator.service.weights import VersionChecks, WeightLoader
 from orchestrator.service.wiring import (
-    Evaluations,
+    EvaluationFile,
     Offers,
     build_batch_server,
     join_shells,
@@ -235,7 +235,7 @@ async def start_service(config: Config, *, fresh: bool = False) -> AsyncIterator
         )
         with JournalReader(config.run_dir) as reader:
             resume(run, recovered, weights, reader.evals())
-        results = Evaluations(config.run_dir)
+        results = EvaluationFile(config.run_dir)
         results.rewrite(run.parts.eval_sink.results)
         checks, loader = VersionChecks(pool), WeightLoader(pool)
         driver = Driver(

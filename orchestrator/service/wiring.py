@@ -54,7 +54,7 @@ def open_journal(config: Config, fresh: bool, failed: asyncio.Future[JournalErro
     return journal
 
 
-class Evaluations:
+class EvaluationFile:
     """The file of evaluation results: written anew at the start, so that it says what the journal says."""
 
     def __init__(self, run_dir: Path) -> None:
