@@ -87,6 +87,8 @@ class Run:
             parts.pool.note_success(attempt.endpoint)
             group = attempt.group
             group.version_end = max(group.version_end, attempt.endpoint.version_newest)
+            if group.lane is Lane.TRAIN:
+                parts.sink.saw(group.env, result)
         parts.dispatcher.finish(attempt, result, now)
         self._absorb(now)
 
