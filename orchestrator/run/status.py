@@ -6,7 +6,7 @@ Put together from what the parts of the run know; nothing is counted here.
 from typing import Any
 
 from orchestrator.dispatch.ledger import Lane, Outcome
-from orchestrator.facts import EndpointStatus, EnvStatus, Status, WaitStatus
+from orchestrator.facts import EndpointStatus, EnvStatus, Status, WaitStatus, by_domain
 from orchestrator.run.run import Run
 from orchestrator.run.waits import describe, find_waits
 
@@ -15,7 +15,7 @@ def build_status(run: Run, now: float, *, loop_lag_p99_s: float = 0.0) -> Status
     """The run at this moment."""
     parts = run.parts
     facts, versions = parts.facts, parts.versions
-    waits = find_waits(run, now)
+    waits, envs = find_waits(run, now), _env_statuses(run, now)
     return Status(
         state=run.state.value,
         waiting_for=describe(waits),
@@ -43,7 +43,8 @@ def build_status(run: Run, now: float, *, loop_lag_p99_s: float = 0.0) -> Status
         buffer=parts.sink.explain(),
         outcomes=parts.ledger.totals(Lane.TRAIN),
         failures=facts.failures(),
-        envs=_env_statuses(run, now),
+        envs=envs,
+        domains=by_domain(envs),
         endpoints=[
             EndpointStatus(e.url, e.healthy, e.inflight, e.version, e.error) for e in parts.pool.endpoints
         ],
@@ -69,10 +70,12 @@ def _env_statuses(run: Run, now: float) -> dict[str, EnvStatus]:
     for lane, name, outcome, _, n in parts.ledger.rows():
         if lane is Lane.TRAIN and outcome is Outcome.COMPLETED and name in completed:
             completed[name] += n
+    domains = {env.name: env.domain or env.name for env in run.settings.train}
     statuses = {}
     for name, port in parts.train.items():
         mine, facts = numbers[name], parts.facts.envs[name]
         statuses[name] = EnvStatus(
+            domain=domains[name],
             target=mine.configured,
             actual=shares[name],
             recent=recent[name],
@@ -132,6 +135,7 @@ def build_summary(run: Run, end: str, now: float) -> dict[str, Any]:
         "last_reward": status.reward,
         "envs": {
             name: {
+                "domain": env.domain,
                 "first_reward": env.first_reward,
                 "last_reward": env.reward,
                 "target_share": env.target,
