@@ -11,19 +11,20 @@ clock and never waits. It does not refuse what is finished: how much is started 
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from fractions import Fraction
-from operator import index
 from typing import Generic, Literal, TypeVar
 
 from orchestrator.buffer.completing import can_complete, completing
+from orchestrator.buffer.options import check_options, whole
 from orchestrator.buffer.queue import Entry, EnvQueue, SizeQueue
 from orchestrator.buffer.quotas import Quotas, minimum_counts
 from orchestrator.buffer.rules import (
     ExactRule,
     ExactSelection,
-    QuotaRule,
+    QuotaSelection,
     Rule,
     Selection,
     TokenRule,
+    build_rule,
     describe_misfit,
 )
 from orchestrator.buffer.splitting import Cut, cut_overshoots, plan_cuts
@@ -66,30 +67,28 @@ class BatchBuffer(Generic[T]):
         split: Callable[[T, int], tuple[T, T]] | None = None,
         order: Literal["arrival", "version"] = "arrival",
     ) -> None:
-        self.batch_size = _whole("batch size", batch_size, least=1)
-        _check_choices(unit=unit, on_starved=on_starved, on_stuck=on_stuck, order=order)
-        if unit == "tokens" and (quotas or on_stuck == "split"):
-            raise ValueError(
-                "quotas and splitting need unit = sequences: a token budget is not filled exactly"
-            )
-        if quotas and minimums:
-            raise ValueError("quotas and minimums exclude each other: a quota is exact")
-        if on_stuck == "split" and split is None:
-            raise ValueError("on_stuck = split needs a function that splits a group")
-        if not stuck_after_s >= 0:
-            raise ValueError(f"stuck_after_s must not be negative, not {stuck_after_s!r}")
+        self.batch_size = whole("batch size", batch_size, least=1)
+        check_options(
+            unit=unit,
+            on_starved=on_starved,
+            on_stuck=on_stuck,
+            order=order,
+            stuck_after_s=stuck_after_s,
+            can_split=split is not None,
+            quotas=quotas,
+            minimums=minimums,
+            envs=envs,
+        )
         self.unit = unit
         self._by_version = order == "version"
         self._split = split if on_stuck == "split" else None
         self._stuck_after_s = stuck_after_s
         self._stuck_since: float | None = None
-        if quotas and envs is not None and set(envs) != set(quotas):
-            raise ValueError(f"quotas must name every env: {sorted(set(envs) ^ set(quotas))} are in one only")
         if envs is None and quotas:
             envs = quotas
         self._known = None if envs is None else dict.fromkeys(envs)
         self._quotas = Quotas(quotas) if quotas else None
-        self._rule: Rule = _build_rule(self.batch_size, unit, self._quotas, wait=on_starved == "wait")
+        self._rule: Rule = build_rule(self.batch_size, unit, self._quotas, wait=on_starved == "wait")
         self._envs: dict[str, EnvQueue] = {}
         self._lanes: dict[tuple[str, int], SizeQueue] = {}
         self._ranks = 0
@@ -120,11 +119,11 @@ class BatchBuffer(Generic[T]):
     def add(self, item: T, *, env: str, size: int, version: int = 0, tokens: int | None = None) -> None:
         """Queue a group of `size` sequences; `tokens` is needed where the batch counts tokens."""
         if type(size) is not int or size < 1:
-            size = _whole("group size", size, least=1)
+            size = whole("group size", size, least=1)
         if type(version) is not int:
-            version = _whole("version", version)
+            version = whole("version", version)
         if self.unit == "tokens":
-            tokens = _whole("tokens", tokens, least=1)
+            tokens = whole("tokens", tokens, least=1)
             if tokens > self.batch_size:
                 raise ValueError(f"a group of {tokens} tokens exceeds the budget of {self.batch_size}")
             lane = self._lane(env, 0)
@@ -164,7 +163,9 @@ class BatchBuffer(Generic[T]):
         if choice is not None and (most or must_before is not None):
             choice = self._prefer(choice, most or {}, must_before)
         if choice is None and self._split is not None and now is not None:
-            choice = self._choose_by_splitting(self._split, now, at_once=at_once)
+            choice = self._choose_by_splitting(
+                self._split, now, at_once=at_once, in_order=must_before is not None
+            )
         if choice is None:
             return None
         self._stuck_since = None
@@ -287,21 +288,30 @@ class BatchBuffer(Generic[T]):
         if isinstance(self._rule, ExactRule) and most:
             choice = self._rule.choose(envs, most) or self._rule.choose(envs) or choice
         self._choice = choice
-        if must_before is None or not isinstance(choice, ExactSelection) or self._split is None:
+        if isinstance(choice, QuotaSelection):
+            entries = choice.exact.entries
+        elif isinstance(choice, ExactSelection):
+            entries = choice.entries
+        else:
+            return choice
+        if must_before is None or self._split is None:
             return choice
         must = sum(count for version, count in self._versions.items() if version < must_before)
-        if sum(entry[1] < must_before for entry in choice.entries) < must:
+        if sum(entry[1] < must_before for entry in entries) < must:
             # Walking the queue from its front takes them all, and cuts the group that does not fit any more.
-            for env in envs:
+            for env in envs if isinstance(self._rule, ExactRule) else ():
                 env.high = self.batch_size
             self._cut(cut_overshoots(self.batch_size, envs), self._split)
             choice = self._choose() or choice
         return choice
 
     def _choose_by_splitting(
-        self, split: Callable[[T, int], tuple[T, T]], now: float, *, at_once: bool
+        self, split: Callable[[T, int], tuple[T, T]], now: float, *, at_once: bool, in_order: bool
     ) -> Selection | None:
-        """There is no exact batch: make one by splitting a group, once waiting cannot help or has lasted."""
+        """There is no exact batch: make one by splitting a group, once waiting cannot help or has lasted.
+
+        `in_order`: the oldest groups are all taken whole, and the one that does not fit any more is split.
+        """
         envs = list(self._envs.values())
         if self._rule.shortage(envs):
             self._stuck_since = None
@@ -311,7 +321,8 @@ class BatchBuffer(Generic[T]):
         waited = now >= self._stuck_since + self._stuck_after_s  # the same sum as `split_at`, to the last bit
         if not at_once and not waited and can_complete(self.batch_size, envs):
             return None
-        self._cut(plan_cuts(self.batch_size, envs), split)
+        cuts = cut_overshoots(self.batch_size, envs) if in_order else []
+        self._cut(cuts or plan_cuts(self.batch_size, envs), split)
         return self._choose()
 
     def _cut(self, cuts: Sequence[Cut], split: Callable[[T, int], tuple[T, T]]) -> None:
@@ -378,34 +389,3 @@ class BatchBuffer(Generic[T]):
             self._ranks += 1
             lane = self._lanes[env, size] = queue.lanes[size] = SizeQueue(queue, size, self._ranks)
         return lane
-
-
-_CHOICES = {
-    "unit": ("sequences", "tokens"),
-    "on_starved": ("redistribute", "wait"),
-    "on_stuck": ("wait", "split"),
-    "order": ("arrival", "version"),
-}
-
-
-def _check_choices(**chosen: str) -> None:
-    for what, value in chosen.items():
-        if value not in _CHOICES[what]:
-            raise ValueError(f"{what} must be one of {', '.join(_CHOICES[what])}, not {value!r}")
-
-
-def _build_rule(size: int, unit: str, quotas: Quotas | None, *, wait: bool) -> Rule:
-    if unit == "tokens":
-        return TokenRule(size)
-    return ExactRule(size) if quotas is None else QuotaRule(size, quotas, wait=wait)
-
-
-def _whole(what: str, value: object, *, least: int | None = None) -> int:
-    """The value as an int, or a ValueError that names it."""
-    try:
-        number = index(value)  # type: ignore[arg-type]  # whether it is one is what is asked
-    except TypeError:
-        raise ValueError(f"{what} must be a whole number, not {value!r}") from None
-    if least is not None and number < least:
-        raise ValueError(f"{what} must be at least {least}, not {value!r}")
-    return number

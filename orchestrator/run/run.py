@@ -63,7 +63,7 @@ class Run:
         self.progressed = 0.0
         """When a rollout last ended or a batch was last formed."""
         self.minimums = Minimums(settings, parts)
-        self._patience = Patience(parts.dispatcher, {env.name: env.limits for env in settings.train})
+        self._patience = Patience(parts.dispatcher.flight, {env.name: env.limits for env in settings.train})
         self._out: list[RunInstruction] = []
 
     # --- what happens ------------------------------------------------------------------------------------------------
@@ -181,7 +181,7 @@ class Run:
     @property
     def idle(self) -> bool:
         """Whether no group is open."""
-        return not self.parts.dispatcher.busy
+        return not self.parts.dispatcher.flight.busy
 
     # --- what follows ------------------------------------------------------------------------------------------------
 

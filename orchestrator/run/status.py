@@ -99,7 +99,7 @@ def _env_statuses(run: Run, now: float) -> dict[str, EnvStatus]:
 def diagnose(run: Run, now: float) -> dict[str, Any]:
     """What is waited for, by whom, since when."""
     parts = run.parts
-    oldest = parts.dispatcher.oldest_running()
+    oldest = parts.dispatcher.flight.oldest_attempt()
     waits = find_waits(run, now)
     return {
         "waiting_for": describe(waits),
