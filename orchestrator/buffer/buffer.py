@@ -21,6 +21,7 @@ from orchestrator.buffer.rules import (
     ExactRule,
     ExactSelection,
     QuotaRule,
+    QuotaSelection,
     Rule,
     Selection,
     TokenRule,
@@ -287,12 +288,18 @@ class BatchBuffer(Generic[T]):
         if isinstance(self._rule, ExactRule) and most:
             choice = self._rule.choose(envs, most) or self._rule.choose(envs) or choice
         self._choice = choice
-        if must_before is None or not isinstance(choice, ExactSelection) or self._split is None:
+        if isinstance(choice, QuotaSelection):
+            entries = choice.exact.entries
+        elif isinstance(choice, ExactSelection):
+            entries = choice.entries
+        else:
+            return choice
+        if must_before is None or self._split is None:
             return choice
         must = sum(count for version, count in self._versions.items() if version < must_before)
-        if sum(entry[1] < must_before for entry in choice.entries) < must:
+        if sum(entry[1] < must_before for entry in entries) < must:
             # Walking the queue from its front takes them all, and cuts the group that does not fit any more.
-            for env in envs:
+            for env in envs if isinstance(self._rule, ExactRule) else ():
                 env.high = self.batch_size
             self._cut(cut_overshoots(self.batch_size, envs), self._split)
             choice = self._choose() or choice

@@ -42,8 +42,12 @@ class Admission:
             if env.rollouts_per_minute is not None
         }
 
-    def eligible(self, now: float) -> list[str]:
-        """Envs that may open a group; those that the next batch needs alone, if there are any."""
+    def eligible(self, now: float) -> list[list[str]]:
+        """Envs that may open a group, the best choices first: the next of them only where none of these has a task.
+
+        Where the next batch needs some, those come first and alone. Beyond what pace allows, the smallest of their
+        groups comes first: what is left over of it, no later batch may be able to use.
+        """
         if self._closed() is not None or self._pace.engines_behind:
             return []
         able = [name for name in self._train if self._limit(name, now) is None]
@@ -51,10 +55,13 @@ class Admission:
             return []
         needed = self._queue.needed(self._pace.coming)
         starved = [name for name in able if name in needed]
-        if starved:
-            return starved
         crowded = self._crowded()
-        return [name for name in able if crowded(name) is None]
+        if not starved:
+            return [[name for name in able if crowded(name) is None]]
+        in_time = [name for name in starved if crowded(name) is None]
+        sizes = {name: self._queue.expected(name) for name in starved}
+        smallest = [name for name in starved if sizes[name] == min(sizes.values())]
+        return [in_time, smallest, starved]
 
     def waits(self, now: float) -> list[Wait]:
         """What keeps training envs from opening a group, one entry for each reason."""

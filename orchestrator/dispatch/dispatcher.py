@@ -319,9 +319,12 @@ class Dispatcher:
         training = self._training
         if training is None:
             return False
-        eligible = [name for name in training.admission.eligible(now) if not self._ready[Lane.TRAIN, name]]
-        task = training.source.try_next_task(eligible) if eligible else None
-        if task is None:
+        for tier in training.admission.eligible(now):
+            eligible = [name for name in tier if not self._ready[Lane.TRAIN, name]]
+            task = training.source.try_next_task(eligible) if eligible else None
+            if task is not None:
+                break
+        else:
             return False
         rules = training.rules[task.env]
         group = PendingGroup(

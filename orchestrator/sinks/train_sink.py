@@ -160,7 +160,7 @@ class TrainSink:
         self.held, self.stuck = None, False
         while self.wanted:
             self._evict(now)
-            minimums = self._buffer.planned
+            minimums = self.minimums()
             self.held = self._pace.held_back_by(self._by_version, self._available(), minimums)
             if self.held is not None:
                 return
@@ -200,8 +200,11 @@ class TrainSink:
         return self._queued
 
     def minimums(self) -> Mapping[str, int]:
-        """What every batch must have of each env, or will have of it by its quota."""
-        return self._buffer.planned
+        """What every batch will have of each env at least: its minimum in whole groups, or its quota."""
+        planned = self._buffer.planned
+        portion = self._yields.portion
+        whole = {env: -(-least // portion(env)) * portion(env) for env, least in planned.items()}
+        return whole if sum(whole.values()) <= self.capacity else planned
 
     def needed(self, coming: Mapping[str, int]) -> Collection[str]:
         """Envs of which the next batch needs more than is queued and coming."""
@@ -254,13 +257,14 @@ class TrainSink:
 
     def _spread(self, minimums: Mapping[str, int]) -> Mapping[str, int] | None:
         """How much of envs with a minimum a batch had better take, so that the next ones find theirs."""
-        if self._pace.mode == "drop" or not minimums or not self._by_version:
+        if self._pace.mode == "drop" or not minimums:
             return None
-        later = self._versions.steps_left(min(version for _, version in self._by_version)) - 1
+        later = self._versions.steps_left(self._versions.serving) - 1
         if later < 1:
             return None
+        coming = self._pace.coming
         return {
-            env: max(minimum, self._queued[env] - later * minimum)
+            env: max(minimum, self._queued[env] + coming.get(env, 0) - later * minimum)
             for env, minimum in minimums.items()
             if minimum
         }
@@ -291,15 +295,19 @@ class TrainSink:
     def _evict(self, now: float) -> None:
         oldest = self._versions.oldest_allowed(self._versions.formed + 1)
         evicted: Sequence[Group] = self._buffer.evict_older_than(oldest)
+        # Less than a group: what the last one of a batch brought beyond it, and no later batch may use.
+        little = self._pace.mode == "pace" and sum(map(self._size, evicted)) <= self._yields.largest()
         for group in evicted:
             self._count(group, -1)
             # The rest of a group that was split cannot be asked again: the other part of it is trained on.
-            reason = "stale" if self._tasks.retry(group.task) else "split_rest"
+            again = self._tasks.retry(group.task)
+            reason = "split_rest" if not again else "surplus" if little else "stale"
             self._record.evict_group(group, reason)
             self._mix.on_drop(group.env, group.rollouts, now=now)
             self._facts.dropped(group.env, reason, group.rollouts)
         if evicted:
-            log.warning("groups.evicted", groups=len(evicted), older_than=oldest)
+            level = log.info if little else log.warning
+            level("groups.evicted", groups=len(evicted), older_than=oldest)
 
     def _reject(self, pending: PendingGroup, reason: str, now: float) -> None:
         self._mix.on_finish(pending.env, pending.size, 0, now=now)

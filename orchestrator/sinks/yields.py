@@ -29,6 +29,7 @@ class Yields:
         }
         self._recent: dict[str, deque[int]] = {env: deque(maxlen=_RECENT) for env in group_sizes}
         self._expected = {env: self._bounded(guess) for env, guess in self._guess.items()}
+        self._least = {env: self._bounded(1 if count_tokens else size) for env, size in group_sizes.items()}
 
     def add(self, env: str, size: int) -> None:
         """A group of an env finished with this size."""
@@ -46,6 +47,10 @@ class Yields:
     def expected(self, env: str) -> int:
         """What a group of an env will add at most, in all likelihood; never more than a batch."""
         return self._expected[env]
+
+    def portion(self, env: str) -> int:
+        """In which steps a batch takes an env's groups: as `expected`, but their plain size while nothing is known."""
+        return self._expected[env] if len(self._recent[env]) >= ENOUGH else self._least[env]
 
     def largest(self) -> int:
         """The same, over all envs."""

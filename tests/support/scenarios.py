@@ -185,7 +185,7 @@ def check(scenario: Scenario, played: Played) -> None:
         and not scenario.server_deaths
         and scenario.on_stuck == "split"
     ):
-        lost = [group.id for group, reason in world.journal.evicted if reason != "split_rest"]
+        lost = [group.id for group, reason in world.journal.evicted if reason == "stale"]
         assert not lost, f"pace threw finished groups away: {lost}"
 
 
