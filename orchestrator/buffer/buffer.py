@@ -165,7 +165,9 @@ class BatchBuffer(Generic[T]):
         if choice is not None and (most or must_before is not None):
             choice = self._prefer(choice, most or {}, must_before)
         if choice is None and self._split is not None and now is not None:
-            choice = self._choose_by_splitting(self._split, now, at_once=at_once)
+            choice = self._choose_by_splitting(
+                self._split, now, at_once=at_once, in_order=must_before is not None
+            )
         if choice is None:
             return None
         self._stuck_since = None
@@ -306,9 +308,12 @@ class BatchBuffer(Generic[T]):
         return choice
 
     def _choose_by_splitting(
-        self, split: Callable[[T, int], tuple[T, T]], now: float, *, at_once: bool
+        self, split: Callable[[T, int], tuple[T, T]], now: float, *, at_once: bool, in_order: bool
     ) -> Selection | None:
-        """There is no exact batch: make one by splitting a group, once waiting cannot help or has lasted."""
+        """There is no exact batch: make one by splitting a group, once waiting cannot help or has lasted.
+
+        `in_order`: the oldest groups are all taken whole, and the one that does not fit any more is split.
+        """
         envs = list(self._envs.values())
         if self._rule.shortage(envs):
             self._stuck_since = None
@@ -318,7 +323,8 @@ class BatchBuffer(Generic[T]):
         waited = now >= self._stuck_since + self._stuck_after_s  # the same sum as `split_at`, to the last bit
         if not at_once and not waited and can_complete(self.batch_size, envs):
             return None
-        self._cut(plan_cuts(self.batch_size, envs), split)
+        cuts = cut_overshoots(self.batch_size, envs) if in_order else []
+        self._cut(cuts or plan_cuts(self.batch_size, envs), split)
         return self._choose()
 
     def _cut(self, cuts: Sequence[Cut], split: Callable[[T, int], tuple[T, T]]) -> None:

@@ -17,6 +17,7 @@ What the rows mean is in docs/journal.md. Reading is `JournalReader`.
 import asyncio
 import json
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
@@ -44,6 +45,7 @@ class Journal:
         store: JournalStore,
         writer: JournalWriter,
         *,
+        meta: dict[str, str],
         moved_aside: Path | None,
     ) -> None:
         self._run_dir = run_dir
@@ -52,11 +54,10 @@ class Journal:
         self._writer = writer
         self._flushes: set[asyncio.Future[None]] = set()
         self._closed = False
+        self.meta = meta
         self.moved_aside = moved_aside
         self.on_room: Callable[[], None] = lambda: None
         """Called on the event loop when the journal was `full` and is not any more."""
-        with JournalReader(run_dir) as reader:
-            self.meta = reader.meta()
 
     @classmethod
     def open(
@@ -79,22 +80,23 @@ class Journal:
         when a write fails. `compress` is a zlib level, 0 for none. `loop` is needed off the event loop's thread.
         """
         loop = loop or asyncio.get_running_loop()
-        lock = lock_run_dir(run_dir)
-        try:
-            moved = move_aside(run_dir) if fresh else None
-            store = JournalStore(
-                run_dir,
-                keep_batches=keep_batches,
-                compress=compress,
-                fsync=fsync,
-                segment_bytes=SEGMENT_BYTES,
-            )
-        except OSError as error:
-            lock.close()
-            raise JournalError(f"{run_dir}: the run directory cannot be written: {error}") from error
-        except JournalError:
-            lock.close()
-            raise
+        with ExitStack() as undo:
+            lock = undo.enter_context(lock_run_dir(run_dir))
+            try:
+                moved = move_aside(run_dir) if fresh else None
+                store = JournalStore(
+                    run_dir,
+                    keep_batches=keep_batches,
+                    compress=compress,
+                    fsync=fsync,
+                    segment_bytes=SEGMENT_BYTES,
+                )
+            except OSError as error:
+                raise JournalError(f"{run_dir}: the run directory cannot be written: {error}") from error
+            undo.callback(store.close)
+            with JournalReader(run_dir) as reader:
+                meta = reader.meta()
+            undo.pop_all()
         holder: list[Self] = []
 
         def failed(error: JournalError) -> None:
@@ -116,7 +118,7 @@ class Journal:
             commit_bytes=commit_bytes,
             max_backlog_bytes=max_backlog_bytes,
         )
-        journal = cls(run_dir, lock, store, writer, moved_aside=moved)
+        journal = cls(run_dir, lock, store, writer, meta=meta, moved_aside=moved)
         holder.append(journal)
         return journal
 

@@ -14,7 +14,7 @@ from orchestrator.groups.group import Batch
 from orchestrator.journal import JournalReader
 from orchestrator.journal.migrations import MIGRATIONS
 from orchestrator.journal.schema import SCHEMA_VERSION
-from tests.journal.fixtures.make import digest
+from tests.journal.fixtures.make import digest, expectations, record_first_life, record_second_life
 from tests.support.journal_groups import make_group
 from tests.support.journal_opening import open_journal
 
@@ -36,6 +36,17 @@ def test_every_older_schema_has_a_way_to_the_next_and_a_journal_to_show_it() -> 
     """Nobody raises the version without a migration and a fixture."""
     assert sorted(MIGRATIONS) == list(range(1, SCHEMA_VERSION))
     assert {path.name for path in FIXTURES.glob("schema_*")} >= {f"schema_{n}" for n in MIGRATIONS}
+
+
+async def test_the_script_that_makes_such_journals_still_runs(tmp_path: Path) -> None:
+    """Written today, the same run has the same groups and batches; whoever raises the version runs it before."""
+    await record_first_life(tmp_path)
+    await record_second_life(tmp_path)
+    today = json.loads(json.dumps(expectations(tmp_path)))
+    assert today["schema"] == SCHEMA_VERSION
+    before = json.loads((FIXTURES / "schema_1" / "expected.json").read_text())
+    for what in ("groups", "batches", "acknowledged", "acks", "state", "last_step", "counters", "evals"):
+        assert today[what] == before[what]
 
 
 async def test_a_journal_of_schema_1_recovers_as_it_did(tmp_path: Path) -> None:

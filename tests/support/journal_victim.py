@@ -26,6 +26,7 @@ class Victim:
     def __init__(self, journal: Journal, rng: random.Random) -> None:
         self.journal = journal
         self.rng = rng
+        self.evicted: list[Group] = []
         recovered = journal.recover(world_size=2)
         self.queue: list[Group] = list(recovered.groups)
         self.step = recovered.last_step
@@ -52,15 +53,21 @@ class Victim:
             self.journal.record_group(group)
             self.queue.append(group)
             if self.rng.random() < 0.2:
-                self.journal.when_durable(lambda: say("task", env, position))
+                self.journal.when_durable(lambda: self.say_recorded(group))
         low = next((p for p in range(TASKS_PER_ENV) if p not in self.resolved[env]), TASKS_PER_ENV)
         if self.rng.random() < 0.2:
             self.journal.prune(env, low)
+
+    def say_recorded(self, group: Group) -> None:
+        """Unless it was evicted before it was durable, which has been said."""
+        if not any(group is evicted for evicted in self.evicted):
+            say("task", group.env, group.task.position)
 
     def evict(self) -> None:
         """A queued group is too old: its task is open again, and asked again."""
         group = self.queue.pop(self.rng.randrange(len(self.queue)))
         say("evicting", group.env, group.task.position)
+        self.evicted.append(group)
         self.journal.evict_group(group, "stale")
         self.todo[group.env] = sorted([*self.todo[group.env], group.task.position])
 

@@ -184,6 +184,22 @@ def test_gaps_are_asked_again_first_after_a_restart() -> None:
     assert [source.next_task().position for _ in range(5)] == [2, 4, 5, 7, 8]
 
 
+def test_positions_that_a_queued_group_holds_are_not_asked_again_until_they_are_let_go() -> None:
+    """They keep the low-water mark down; resolving them moves it, retrying them asks them again."""
+    source = one(100)
+    assert source.load_resolved("a", 2, [3, 6], held={0, 2, 5, 8}) == 2
+    assert [source.next_task().position for _ in range(3)] == [4, 7, 9]
+    assert source.low_water("a") == 2
+    source.resolve(one_task(100, 0, 2))
+    assert source.low_water("a") == 4
+    source.retry(one_task(100, 0, 5))
+    source.retry(one_task(100, 0, 0))
+    assert [source.next_task().position for _ in range(2)] == [5, 10]
+    other = one(100)
+    other.load_resolved("a", 6, [], held={3})
+    assert other.next_task().position == 6
+
+
 def test_a_task_of_the_earlier_run_may_be_resolved_before_it_is_handed_out_again() -> None:
     """A recovered group resolves its task; those handed out before it are asked again."""
     source = one(100)
