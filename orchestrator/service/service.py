@@ -26,7 +26,7 @@ from orchestrator.inference import InferencePool
 from orchestrator.journal import Journal, JournalReader
 from orchestrator.local.children import LocalChildren
 from orchestrator.run.build import build_run
-from orchestrator.run.resume import Weights, resume
+from orchestrator.run.resume import JournaledWeights, resume
 from orchestrator.run.run import Run, RunState
 from orchestrator.run.status import build_status, build_summary, diagnose
 from orchestrator.service import blueprint
@@ -206,7 +206,7 @@ async def start_service(config: Config, *, fresh: bool = False) -> AsyncIterator
             [batch for batch in recovered.batches if batch.step not in recovered.acknowledged],
             config.trainer.world_size,
         )
-        weights = Weights(recovered.state)
+        weights = JournaledWeights(recovered.state)
         children = await stack.enter_async_context(LocalChildren(config.run_dir))
         pool = await stack.enter_async_context(
             blueprint.build_pool(

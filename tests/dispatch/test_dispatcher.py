@@ -361,7 +361,9 @@ def test_any_loss_latency_and_trainer_speed_make_progress_within_the_staleness_b
 ) -> None:
     """Every loss gives its budget back, and no sequence is trained beyond max_versions."""
     if min_valid != 1:
-        loss = min(loss, 0.7)  # of nine in ten lost, hardly ever do all four members of a strict group survive
+        loss = min(
+            loss, 0.7
+        )  # of nine in ten lost, hardly ever do all four members of a strict group survive
     world = make_world(
         {
             "quick": Behaviour(latency=lambda rng: rng.expovariate(2.0), loss=loss),
