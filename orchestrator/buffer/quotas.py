@@ -1,7 +1,7 @@
 """How many sequences of a batch belong to which environment: minimums and quotas, in exact arithmetic.
 
 A share is the decimal number that the user wrote (0.29 of 100 is 29, not what the nearest binary fraction
-makes of it). BatchMinimums that cannot all be kept at once are scaled down until they can. Quotas follow targets by
+makes of it). Minimums that cannot all be kept at once are scaled down until they can. Quotas follow targets by
 largest remainder; what whole groups could not give in one batch is carried over to the next, so that what was
 delivered stays within a group or two of the targets over any number of batches. What a starved environment
 could not give is not owed to it later.

@@ -18,7 +18,7 @@ from typing import Any
 
 import structlog
 
-from orchestrator.config import Config
+from orchestrator.config import Config, find_warnings
 from orchestrator.env_servers.env import EvalEnvs, TrainEnvs, side_by_side
 from orchestrator.errors import JournalError, OrchestratorError
 from orchestrator.facts import Status
@@ -28,10 +28,11 @@ from orchestrator.local.children import LocalChildren
 from orchestrator.run.build import build_run
 from orchestrator.run.resume import JournaledWeights, resume
 from orchestrator.run.run import Run, RunState
-from orchestrator.run.status import build_status, build_summary, diagnose
+from orchestrator.run.status import build_summary, diagnose
 from orchestrator.service import blueprint
 from orchestrator.service.driver import Driver
-from orchestrator.service.health import LoopLag, Watchdog
+from orchestrator.service.front import Front
+from orchestrator.service.health import Watchdog
 from orchestrator.service.weights import VersionChecks, WeightLoader
 from orchestrator.service.wiring import (
     EvaluationFile,
@@ -44,7 +45,6 @@ from orchestrator.trainer_link.encoding import check_shares
 from orchestrator.trainer_link.server import BatchServer
 from orchestrator.trainer_link.versions import POLL_S, VersionWatcher
 from orchestrator.views.http import build_app, serve_http
-from orchestrator.views.metrics import render_metrics
 
 log = structlog.get_logger()
 
@@ -71,7 +71,7 @@ class Service:
     loader: WeightLoader
     http_address: str | None
     journal_failed: asyncio.Future[JournalError]
-    lag: LoopLag
+    front: Front
     stop: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -81,7 +81,7 @@ class Service:
 
     def status(self) -> Status:
         """The run at this moment."""
-        return _status(self.driver, self.lag)
+        return self.front.read(self.driver)
 
     async def serve(self, *beside: Coroutine[Any, Any, None]) -> str:
         """Run every part until the end; returns why it came. `beside` runs as long."""
@@ -99,7 +99,7 @@ class Service:
             self.driver.drive(),
             self.loader.run(self.driver),
             self.checks.run(),
-            self.lag.run(),
+            self.front.lag.run(),
             watchdog.run(),
             self.pool.run(),
             self.train.run(),
@@ -198,8 +198,7 @@ async def start_service(config: Config, *, fresh: bool = False) -> AsyncIterator
     async with AsyncExitStack() as stack:
         failed: asyncio.Future[JournalError] = asyncio.get_running_loop().create_future()
         journal = await stack.enter_async_context(open_journal(config, fresh, failed))
-        lag = LoopLag()
-        front = _Front(lag)
+        front = Front(notes=[f"{path}: {warning}" for path, warning in find_warnings(config.model_dump())])
         http_address = await _serve_http(config, stack, front)
         recovered = journal.recover(world_size=config.trainer.world_size)
         check_shares(
@@ -254,7 +253,7 @@ async def start_service(config: Config, *, fresh: bool = False) -> AsyncIterator
         offers.recovered(recovered)
         await stack.enter_async_context(server)
         stack.callback(driver.close)
-        front.driver = driver
+        front.enter(driver, server, world_size=config.trainer.world_size)
         stack.callback(front.leave)
         if config.local is not None and config.local.trainer:
             children.start_trainer(
@@ -280,7 +279,7 @@ async def start_service(config: Config, *, fresh: bool = False) -> AsyncIterator
             loader=loader,
             http_address=http_address,
             journal_failed=failed,
-            lag=lag,
+            front=front,
         )
 
 
@@ -301,31 +300,7 @@ async def _wait_ready(children: LocalChildren, waits: Sequence[Coroutine[Any, An
         await asyncio.wait([watch, ready])
 
 
-class _Front:
-    """What HTTP shows: the run, once there is one."""
-
-    def __init__(self, lag: LoopLag) -> None:
-        self.driver: Driver[Run] | None = None
-        self._lag = lag
-
-    def leave(self) -> None:
-        self.driver = None
-
-    def status(self) -> Status | None:
-        return None if self.driver is None else _status(self.driver, self._lag)
-
-    def metrics(self) -> bytes:
-        driver = self.driver
-        if driver is None:
-            return b""
-        return render_metrics(lambda: _status(driver, self._lag), driver.run.parts.ledger)
-
-
-def _status(driver: Driver[Run], lag: LoopLag) -> Status:
-    return build_status(driver.run, driver.clock(), loop_lag_p99_s=lag.percentile(0.99))
-
-
-async def _serve_http(config: Config, stack: AsyncExitStack, front: _Front) -> str | None:
+async def _serve_http(config: Config, stack: AsyncExitStack, front: Front) -> str | None:
     """Serve from the very start, so that a port in use is found at once."""
     if not config.http.enabled:
         return None

@@ -246,7 +246,7 @@ def test_a_queue_that_lacks_groups_is_not_stuck() -> None:
 
 
 def test_two_groups_are_split_where_one_is_not_enough() -> None:
-    """BatchMinimums of half the batch each, sizes 3 and 3: both envs need a cut to give exactly 5."""
+    """Minimums of half the batch each, sizes 3 and 3: both envs need a cut to give exactly 5."""
     buffer: BatchBuffer[Sequences] = BatchBuffer(
         10, minimums={"math": 0.5, "code": 0.5}, on_stuck="split", stuck_after_s=0, split=split
     )
