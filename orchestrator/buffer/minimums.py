@@ -1,4 +1,4 @@
-"""BatchMinimums that whole groups can keep: what is wanted of every batch, and what one exact batch can hold.
+"""Minimums that whole groups can keep: what is wanted of every batch, and what one exact batch can hold.
 
 An env with groups of 8 and a minimum of 43 needs 48 of a batch. Where all envs' whole groups do not fit into one
 exact batch, a buffer that never splits a group would wait for ever; so the minimums are lowered. Together and as

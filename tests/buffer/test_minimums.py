@@ -1,4 +1,4 @@
-"""BatchMinimums that whole groups can keep, against brute force and in a real buffer."""
+"""Minimums that whole groups can keep, against brute force and in a real buffer."""
 
 import itertools
 from fractions import Fraction
