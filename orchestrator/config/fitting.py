@@ -12,7 +12,7 @@ from fractions import Fraction
 from itertools import pairwise
 from typing import Any
 
-from orchestrator.buffer.minimums import Minimums, achievable_minimums, reachable_sums
+from orchestrator.buffer.minimums import BatchMinimums, achievable_minimums, reachable_sums
 from orchestrator.buffer.quotas import apportion
 from orchestrator.buffer.subset_sum import meets, window
 from orchestrator.config.domains import raw_domain_of, raw_targets
@@ -176,7 +176,7 @@ def find_misfit_warnings(data: Mapping[str, Any]) -> Iterator[Problem]:
         yield "batch.on_stuck", f"a full queue can wait for a group of another size ({reason})"
 
 
-def _why_out_of_reach(plan: _Plan, minimums: Minimums | None) -> str:
+def _why_out_of_reach(plan: _Plan, minimums: BatchMinimums | None) -> str:
     if plan.shrinks:
         return f"groups of {plan.listed()} may have down to {plan.min_valid} rollouts"
     if minimums is not None and not minimums.reachable:
@@ -198,18 +198,18 @@ def _always_fits(plan: _Plan) -> bool:
     return not plan.shrinks and all(larger % smaller == 0 for smaller, larger in pairwise(chain))
 
 
-def _achievable(plan: _Plan) -> Minimums:
+def _achievable(plan: _Plan) -> BatchMinimums:
     shares = {env.name: env.minimum for env in plan.envs if env.minimum and env.ratio != 0}
     return achievable_minimums(shares, plan.sizes, plan.size)
 
 
-def batch_minimums(batch: BatchConfig, train: TrainConfig) -> Minimums:
+def batch_minimums(batch: BatchConfig, train: TrainConfig) -> BatchMinimums:
     """The minimums of every batch of sequences; lowered to what whole groups can give where none is split."""
     shares = {env.label: env.min_batch_allocation for env in train.env if env.min_batch_allocation}
     sizes = {env.label: env.group_size or train.group_size for env in train.env if env.ratio != 0}
     found = achievable_minimums(shares, sizes, batch.size)
     if batch.splits or batch.unit != "sequences":
-        return Minimums(batch.size, found.wanted, dict(found.wanted), reachable=found.reachable)
+        return BatchMinimums(batch.size, found.wanted, dict(found.wanted), reachable=found.reachable)
     return found
 
 

@@ -379,6 +379,7 @@ class Dispatcher:
     def _expire(self, now: float) -> None:
         for attempt in self.flight.overdue_attempts(now):
             self._out.append(CancelAttempt(attempt))
+            self._placement.note_failure(attempt.endpoint, "timed_out")
             self._end(attempt, Outcome.TIMED_OUT)
             self._again_or_failed(attempt, "timed_out", retryable=True, now=now)
         for group in self.flight.overdue_groups(now):

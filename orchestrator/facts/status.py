@@ -99,6 +99,7 @@ class Status(msgspec.Struct):
     evals: list[dict[str, Any]]
     staleness: dict[str, float]
     refused: str
+    notes: list[str]
     minimums_waived: int
     loop_lag_p99_s: float
     journal_backlog_bytes: int

@@ -87,6 +87,8 @@ class Run:
             parts.pool.note_success(attempt.endpoint)
             group = attempt.group
             group.version_end = max(group.version_end, attempt.endpoint.version_newest)
+            if group.lane is Lane.TRAIN:
+                parts.sink.saw(group.env, result)
         parts.dispatcher.finish(attempt, result, now)
         self._absorb(now)
 
@@ -158,6 +160,7 @@ class Run:
     def stop(self, now: float) -> None:
         """Open nothing new and form nothing more; what is in flight may still end."""
         self.state = RunState.DRAINING
+        self.parts.evaluations.stop()
 
     def end(self, why: str) -> None:
         """The run is over; the first reason counts."""

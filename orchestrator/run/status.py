@@ -3,29 +3,38 @@
 Put together from what the parts of the run know; nothing is counted here.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from orchestrator.dispatch.ledger import Lane, Outcome
+from orchestrator.dispatch.waits import Wait
 from orchestrator.facts import EndpointStatus, EnvStatus, Status, WaitStatus, by_domain
 from orchestrator.run.run import Run
 from orchestrator.run.waits import describe, find_waits
 
 
-def build_status(run: Run, now: float, *, loop_lag_p99_s: float = 0.0) -> Status:
-    """The run at this moment."""
+def build_status(
+    run: Run,
+    now: float,
+    *,
+    loop_lag_p99_s: float = 0.0,
+    waits: Sequence[Wait] = (),
+    notes: Sequence[str] = (),
+) -> Status:
+    """The run at this moment; `waits` and `notes` are what others than the run know."""
     parts = run.parts
     facts, versions = parts.facts, parts.versions
-    waits, envs = find_waits(run, now), _env_statuses(run, now)
+    found, envs = [*find_waits(run, now), *waits], _env_statuses(run, now)
     return Status(
         state=run.state.value,
-        waiting_for=describe(waits),
+        waiting_for=describe(found),
         waits=[
             WaitStatus(
                 wait.kind.value,
                 wait.text,
                 None if wait.until is None else max(0.0, round(wait.until - now, 3)),
             )
-            for wait in waits
+            for wait in found
         ],
         step=versions.formed,
         max_steps=run.settings.max_steps,
@@ -51,6 +60,7 @@ def build_status(run: Run, now: float, *, loop_lag_p99_s: float = 0.0) -> Status
         evals=parts.eval_sink.results[-20:],
         staleness=facts.staleness_numbers(),
         refused=run.refused,
+        notes=list(notes),
         minimums_waived=run.minimums.times_waived,
         loop_lag_p99_s=loop_lag_p99_s,
         journal_backlog_bytes=parts.journal.backlog_bytes,

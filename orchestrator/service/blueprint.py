@@ -14,7 +14,7 @@ from envs.adapters.domains import Domain, Routed, route
 from envs.curve import KeyFileError, ServerKeys, read_client_keys, read_key, read_pair
 from envs.errors import EnvironmentLoadError
 from envs.loader import LOADERS, parse_id
-from orchestrator.buffer.minimums import Minimums
+from orchestrator.buffer.minimums import BatchMinimums
 from orchestrator.config import Config
 from orchestrator.config.domains import domain_of
 from orchestrator.config.fitting import batch_minimums
@@ -83,7 +83,7 @@ def _trial_mix(config: Config) -> CircuitBreaker:
     )
 
 
-def build_minimums(config: Config) -> Minimums:
+def build_minimums(config: Config) -> BatchMinimums:
     """What every batch has at least of each env: as configured, or lowered to what whole groups can give."""
     return batch_minimums(config.batch, config.train)
 

@@ -13,6 +13,7 @@ from typing import Protocol
 
 import structlog
 
+from envs.wire import Result
 from orchestrator.buffer import BatchBuffer
 from orchestrator.dispatch.pace import Pace
 from orchestrator.dispatch.versions import Versions
@@ -103,6 +104,10 @@ class TrainSink:
         """Env and version of a group in flight that the next batch waits for."""
         self.stuck = False
         """A batch is wanted and enough is queued, but no exact batch can be made of it."""
+
+    def saw(self, env: str, result: Result) -> None:
+        """Rollouts of an env are back, their group perhaps not yet."""
+        self._yields.saw(env, [len(rollout.lengths) for rollout in result.rollouts])
 
     def completed(self, pending: PendingGroup, now: float) -> None:
         """A group has its rollouts: queue it or book why not."""

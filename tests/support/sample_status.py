@@ -61,6 +61,7 @@ def sample_status(**changes: Any) -> Status:
         "evals": [],
         "staleness": {"mean": 0.5, "max": 2.0},
         "refused": "",
+        "notes": [],
         "minimums_waived": 2,
         "loop_lag_p99_s": 0.003,
         "journal_backlog_bytes": 1024,
