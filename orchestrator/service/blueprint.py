@@ -38,6 +38,7 @@ from orchestrator.inference import (
     InferencePool,
     build_weight_update,
 )
+from orchestrator.journal import EnvIdentity, RunIdentity, digest_of
 from orchestrator.local.children import LocalChildren
 from orchestrator.mix import CircuitBreaker, EnvShare, build_mix, mix_targets, verify_strategy
 from orchestrator.mix.foreign import describe_fault
@@ -153,8 +154,7 @@ def own_secrets(config: Config) -> frozenset[str]:
     for section in sections:
         sources += [section.server_key_file, section.secret_key_file]
     named = {source.removeprefix("env:") for source in sources if source and source.startswith("env:")}
-    if config.http.token_env:
-        named.add(config.http.token_env)
+    named.update(name for name in (config.http.token_env, config.trainer.token_env) if name)
     return frozenset(named - {config.inference.api_key_env})
 
 
@@ -227,6 +227,27 @@ def build_eval_envs(config: Config) -> EvalEnvs:
         )
         made.append(EvalEnv(replace(spec, capacity=max(spec.capacity, repeats)), settings))
     return EvalEnvs(made)
+
+
+def build_identity(config: Config, train: TrainEnvs) -> RunIdentity:
+    """What decides which tasks come; the environments must be connected."""
+    return RunIdentity(
+        config.seed,
+        {
+            name: EnvIdentity(
+                id=", ".join(_without_split(text) for text in section.ids),
+                split=env.spec.split,
+                num_tasks=env.num_tasks,
+                args=digest_of(env.spec.args),
+            )
+            for (name, env), section in zip(train.items(), config.train.env, strict=True)
+        },
+    )
+
+
+def _without_split(text: str) -> str:
+    split = parse_id(text).split
+    return text if split is None else text.removesuffix(f"@{split}")
 
 
 def build_settings(config: Config, train: TrainEnvs, evals: EvalEnvs) -> RunSettings:

@@ -98,7 +98,9 @@ class StatusCollector(Collector):
                 dropped.add_metric([env, reason], n)
         yield from (sequences, dropped, restarts)
         yield CounterMetricFamily(
-            "orchestrator_minimums_waived", "Times that the minimum of an env was waived", status.minimums_waived
+            "orchestrator_minimums_waived",
+            "Times that the minimum of an env was waived",
+            status.minimums_waived,
         )
         yield from self._evals(status)
         endpoints = GaugeMetricFamily(

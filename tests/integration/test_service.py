@@ -155,7 +155,8 @@ async def test_a_fresh_run_starts_over_and_keeps_the_old_journal(
             await running.wait_end()
         assert record.last_step == 2
     assert (tmp_path / "run" / "journal.old-1").is_dir()
-    assert len((tmp_path / "run" / "evals.jsonl").read_text().splitlines()) == 1
+    written = [json.loads(line) for line in (tmp_path / "run" / "evals.jsonl").read_text().splitlines()]
+    assert [result["step"] for result in written] == [0, 2]
 
 
 # --- staleness --------------------------------------------------------------------------------------------------
