@@ -5,7 +5,8 @@ from typing import Any
 from orchestrator.dispatch.admission import Admission
 from orchestrator.dispatch.ledger import Lane
 from orchestrator.dispatch.waits import WaitKind
-from tests.support.worlds import NEVER, Behaviour, TestedWorld, make_world
+from orchestrator.simulate.world import Behaviour
+from tests.support.worlds import NEVER, TestedWorld, make_world
 
 
 def admission(world: TestedWorld) -> Admission:

@@ -8,9 +8,10 @@ from hypothesis import strategies as st
 
 from orchestrator.dispatch.ledger import Lane, Outcome
 from orchestrator.dispatch.waits import WaitKind
+from orchestrator.simulate.world import Behaviour
 from orchestrator.tasks.evaluations import EvalPlan
 from tests.support.scenarios import explain
-from tests.support.worlds import NEVER, Behaviour, make_world, quiet
+from tests.support.worlds import NEVER, make_world, quiet
 
 
 def test_fills_every_slot_and_no_more() -> None:
@@ -361,7 +362,9 @@ def test_any_loss_latency_and_trainer_speed_make_progress_within_the_staleness_b
 ) -> None:
     """Every loss gives its budget back, and no sequence is trained beyond max_versions."""
     if min_valid != 1:
-        loss = min(loss, 0.7)  # of nine in ten lost, hardly ever do all four members of a strict group survive
+        loss = min(
+            loss, 0.7
+        )  # of nine in ten lost, hardly ever do all four members of a strict group survive
     world = make_world(
         {
             "quick": Behaviour(latency=lambda rng: rng.expovariate(2.0), loss=loss),

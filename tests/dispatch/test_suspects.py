@@ -5,7 +5,8 @@ import pytest
 from orchestrator.dispatch.ledger import Lane
 from orchestrator.dispatch.suspects import SHARE, Suspects
 from orchestrator.dispatch.work import Attempt
-from tests.support.worlds import NEVER, Behaviour, TestedWorld, make_pending, make_world
+from orchestrator.simulate.world import Behaviour
+from tests.support.worlds import NEVER, TestedWorld, make_pending, make_world
 
 
 class Poisoned:
@@ -41,12 +42,12 @@ def among(count: int, *, latency: float = 10.0) -> TestedWorld:
     )
 
 
-ordered = pytest.mark.xfail(strict=True, reason="the last suspect of a death counts as the only one, and is charged")
-
-
-@pytest.mark.parametrize(
-    "position", [pytest.param(0, marks=ordered), pytest.param(17, marks=ordered), 59]
+ordered = pytest.mark.xfail(
+    strict=True, reason="the last suspect of a death counts as the only one, and is charged"
 )
+
+
+@pytest.mark.parametrize("position", [pytest.param(0, marks=ordered), pytest.param(17, marks=ordered), 59])
 def test_a_poison_among_sixty_is_given_up_and_no_bystander_is_charged(position: int) -> None:
     """After max_attempts deaths alone, and a bounded number of deaths in all."""
     world = among(60)

@@ -8,12 +8,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, Phase, given, note, settings
+from hypothesis import HealthCheck, given, note, settings
 
 from orchestrator.dispatch.ledger import Lane
+from orchestrator.simulate.world import Behaviour
 from orchestrator.tasks.evaluations import EvalPlan
 from tests.support.scenarios import Env, Scenario, check, explain, play, scenarios, thrown_away
-from tests.support.worlds import NEVER, Behaviour, make_world
+from tests.support.worlds import NEVER, make_world
 
 search: dict[str, Any] = {
     "deadline": None,

@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.run.resume import Weights, resume
+from orchestrator.simulate.world import Behaviour
 from orchestrator.tasks.evaluations import EvalPlan
-from tests.support.worlds import NEVER, Behaviour, TestedWorld, make_world, quiet
+from tests.support.worlds import NEVER, TestedWorld, make_world, quiet
 
 quick = settings(max_examples=15, deadline=None)
 
@@ -72,7 +73,9 @@ def test_a_run_that_is_killed_at_any_moment_loses_doubles_and_skips_nothing(
     check_positions(world)
 
 
-def test_a_process_that_dies_between_publishing_and_acknowledging_knows_that_the_step_was_trained_on() -> None:
+def test_a_process_that_dies_between_publishing_and_acknowledging_knows_that_the_step_was_trained_on() -> (
+    None
+):
     """The batch is served again, but what its version trained on does not count twice."""
     world = quiet(train_s=NEVER)
     world.turn()

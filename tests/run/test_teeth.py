@@ -14,7 +14,7 @@ from tests.support.scenarios import Env, Scenario, check, play, thrown_away
 CROWDED = Scenario(envs=(Env(),), batch_size=64, max_inflight=512, capacity=16, max_versions=4)
 MISFIT = Scenario(envs=(Env(group_size=3),), batch_size=16, max_versions=0, max_inflight=64)
 STARVED = Scenario(
-    envs=(Env(latency=0.05), Env(minimum=0.4, latency=8.0)),
+    envs=(Env(latency=0.05), Env(minimum=0.4, rollouts_per_minute=60.0)),
     batch_size=16,
     max_buffered=1.0,
     max_versions=4,

@@ -7,7 +7,8 @@ import pytest
 from msgspec.structs import replace
 
 from orchestrator.errors import StalledError
-from tests.support.worlds import NEVER, Behaviour, TestedWorld, make_data, make_pending, make_world
+from orchestrator.simulate.world import Behaviour
+from tests.support.worlds import NEVER, TestedWorld, make_data, make_pending, make_world
 
 MIXED = [0.0, 1.0, 0.0, 1.0]
 EQUAL = [1.0, 1.0, 1.0, 1.0]
@@ -71,7 +72,8 @@ def test_a_group_that_is_too_old_on_arrival_is_asked_again() -> None:
         versions.publish(version)
     versions.serving = versions.formed = versions.trained = 5
     complete(made, 0, MIXED, version=3)
-    assert made.journal.groups == made.journal.tasks == []
+    assert made.journal.groups == []
+    assert made.journal.tasks == []
     assert made.parts.facts.envs["a"].dropped["stale"] == 4
     assert made.parts.source.next_task().position == 0
 

@@ -224,7 +224,7 @@ def _env(draw: st.DrawFn, batch_size: int) -> Env:
 
 
 @st.composite
-def scenarios(draw: st.DrawFn, **fixed: Any) -> Scenario:
+def scenarios(draw: st.DrawFn, /, **fixed: Any) -> Scenario:
     """Any configuration that the check accepts, with any weather."""
     batch_size = draw(st.sampled_from([8, 12, 16, 24, 32, 64]))
     envs = tuple(_env(draw, batch_size) for _ in range(draw(st.integers(1, 3))))
