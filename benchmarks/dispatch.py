@@ -11,7 +11,6 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import structlog
 import uvloop
@@ -20,6 +19,7 @@ from benchmarks.frame import Figure
 from orchestrator.config import Config
 from orchestrator.config.sections import InferenceConfig
 from orchestrator.local.children import LocalChildren
+from orchestrator.run import Run
 from orchestrator.service import Service, start_service
 from orchestrator.service.health import calm_garbage_collector
 
@@ -142,7 +142,7 @@ async def _observe(service: Service, warm_s: float, for_s: float, result: list[M
         before = time.monotonic()
         await asyncio.sleep(0.01)
         lags.append(max(0.0, time.monotonic() - before - 0.01))
-        busy.append(run.ledger.total_inflight)
+        busy.append(run.parts.ledger.total_inflight)
     rollouts = _completed(run) - done
     lags.sort()
     result.append(
@@ -157,7 +157,8 @@ async def _observe(service: Service, warm_s: float, for_s: float, result: list[M
         )
     )
     run.end("measured")
+    service.driver.perform()
 
 
-def _completed(run: Any) -> int:
-    return int(run.ledger.totals()["completed"])
+def _completed(run: Run) -> int:
+    return int(run.parts.ledger.totals()["completed"])

@@ -11,20 +11,20 @@ clock and never waits. It does not refuse what is finished: how much is started 
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from fractions import Fraction
-from operator import index
 from typing import Generic, Literal, TypeVar
 
 from orchestrator.buffer.completing import can_complete, completing
+from orchestrator.buffer.options import check_options, whole
 from orchestrator.buffer.queue import Entry, EnvQueue, SizeQueue
 from orchestrator.buffer.quotas import Quotas, minimum_counts
 from orchestrator.buffer.rules import (
     ExactRule,
     ExactSelection,
-    QuotaRule,
     QuotaSelection,
     Rule,
     Selection,
     TokenRule,
+    build_rule,
     describe_misfit,
 )
 from orchestrator.buffer.splitting import Cut, cut_overshoots, plan_cuts
@@ -67,30 +67,28 @@ class BatchBuffer(Generic[T]):
         split: Callable[[T, int], tuple[T, T]] | None = None,
         order: Literal["arrival", "version"] = "arrival",
     ) -> None:
-        self.batch_size = _whole("batch size", batch_size, least=1)
-        _check_choices(unit=unit, on_starved=on_starved, on_stuck=on_stuck, order=order)
-        if unit == "tokens" and (quotas or on_stuck == "split"):
-            raise ValueError(
-                "quotas and splitting need unit = sequences: a token budget is not filled exactly"
-            )
-        if quotas and minimums:
-            raise ValueError("quotas and minimums exclude each other: a quota is exact")
-        if on_stuck == "split" and split is None:
-            raise ValueError("on_stuck = split needs a function that splits a group")
-        if not stuck_after_s >= 0:
-            raise ValueError(f"stuck_after_s must not be negative, not {stuck_after_s!r}")
+        self.batch_size = whole("batch size", batch_size, least=1)
+        check_options(
+            unit=unit,
+            on_starved=on_starved,
+            on_stuck=on_stuck,
+            order=order,
+            stuck_after_s=stuck_after_s,
+            can_split=split is not None,
+            quotas=quotas,
+            minimums=minimums,
+            envs=envs,
+        )
         self.unit = unit
         self._by_version = order == "version"
         self._split = split if on_stuck == "split" else None
         self._stuck_after_s = stuck_after_s
         self._stuck_since: float | None = None
-        if quotas and envs is not None and set(envs) != set(quotas):
-            raise ValueError(f"quotas must name every env: {sorted(set(envs) ^ set(quotas))} are in one only")
         if envs is None and quotas:
             envs = quotas
         self._known = None if envs is None else dict.fromkeys(envs)
         self._quotas = Quotas(quotas) if quotas else None
-        self._rule: Rule = _build_rule(self.batch_size, unit, self._quotas, wait=on_starved == "wait")
+        self._rule: Rule = build_rule(self.batch_size, unit, self._quotas, wait=on_starved == "wait")
         self._envs: dict[str, EnvQueue] = {}
         self._lanes: dict[tuple[str, int], SizeQueue] = {}
         self._ranks = 0
@@ -100,6 +98,8 @@ class BatchBuffer(Generic[T]):
         self._versions: dict[int, int] = {}  # queued groups of each version
         self._choice: Selection | None = None  # of the queue as it is; None: not known
         self._ready: bool | None = None  # whether there is a batch; None: not known
+        self.revision = 0
+        """Counts every change of what is queued, or of whose minimum holds."""
         for env in self._known or ():
             self._env(env)
         for env, count in minimum_counts(minimums or {}, self.batch_size).items():
@@ -121,11 +121,11 @@ class BatchBuffer(Generic[T]):
     def add(self, item: T, *, env: str, size: int, version: int = 0, tokens: int | None = None) -> None:
         """Queue a group of `size` sequences; `tokens` is needed where the batch counts tokens."""
         if type(size) is not int or size < 1:
-            size = _whole("group size", size, least=1)
+            size = whole("group size", size, least=1)
         if type(version) is not int:
-            version = _whole("version", version)
+            version = whole("version", version)
         if self.unit == "tokens":
-            tokens = _whole("tokens", tokens, least=1)
+            tokens = whole("tokens", tokens, least=1)
             if tokens > self.batch_size:
                 raise ValueError(f"a group of {tokens} tokens exceeds the budget of {self.batch_size}")
             lane = self._lane(env, 0)
@@ -134,6 +134,7 @@ class BatchBuffer(Generic[T]):
                 raise ValueError(f"a group of {size} sequences exceeds the batch of {self.batch_size}")
             lane = self._lane(env, size)
         lane.env.recent.append(size)
+        self.revision += 1
         self._arrivals += 1
         place = self._arrivals * _PLACES
         if self._by_version:
@@ -373,6 +374,7 @@ class BatchBuffer(Generic[T]):
         return items
 
     def _changed(self) -> None:
+        self.revision += 1
         self._choice = None
         self._ready = None
 
@@ -391,34 +393,3 @@ class BatchBuffer(Generic[T]):
             self._ranks += 1
             lane = self._lanes[env, size] = queue.lanes[size] = SizeQueue(queue, size, self._ranks)
         return lane
-
-
-_CHOICES = {
-    "unit": ("sequences", "tokens"),
-    "on_starved": ("redistribute", "wait"),
-    "on_stuck": ("wait", "split"),
-    "order": ("arrival", "version"),
-}
-
-
-def _check_choices(**chosen: str) -> None:
-    for what, value in chosen.items():
-        if value not in _CHOICES[what]:
-            raise ValueError(f"{what} must be one of {', '.join(_CHOICES[what])}, not {value!r}")
-
-
-def _build_rule(size: int, unit: str, quotas: Quotas | None, *, wait: bool) -> Rule:
-    if unit == "tokens":
-        return TokenRule(size)
-    return ExactRule(size) if quotas is None else QuotaRule(size, quotas, wait=wait)
-
-
-def _whole(what: str, value: object, *, least: int | None = None) -> int:
-    """The value as an int, or a ValueError that names it."""
-    try:
-        number = index(value)  # type: ignore[arg-type]  # whether it is one is what is asked
-    except TypeError:
-        raise ValueError(f"{what} must be a whole number, not {value!r}") from None
-    if least is not None and number < least:
-        raise ValueError(f"{what} must be at least {least}, not {value!r}")
-    return number

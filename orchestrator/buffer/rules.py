@@ -221,3 +221,10 @@ def _needed(
     if short:
         return short
     return list(under_way) if sum(under_way.values()) < size else []
+
+
+def build_rule(size: int, unit: str, quotas: Quotas | None, *, wait: bool) -> Rule:
+    """The rule that a buffer's options ask for."""
+    if unit == "tokens":
+        return TokenRule(size)
+    return ExactRule(size) if quotas is None else QuotaRule(size, quotas, wait=wait)

@@ -8,14 +8,15 @@ enforced here and nowhere else; no work per event grows with what is in flight. 
 
 import heapq
 import itertools
-from collections import OrderedDict, deque
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from envs.backoff import backoff_s
 from envs.wire import Result
 from orchestrator.dispatch.admission import Admission
+from orchestrator.dispatch.flight import Flight, Key
 from orchestrator.dispatch.ledger import Lane, Ledger, Outcome
 from orchestrator.dispatch.limits import Ramp
 from orchestrator.dispatch.pace import Pace
@@ -37,8 +38,6 @@ from orchestrator.dispatch.suspects import Suspects
 from orchestrator.dispatch.versions import Versions
 from orchestrator.dispatch.waits import Wait, WaitKind
 from orchestrator.dispatch.work import Attempt, PendingGroup, Verdict
-
-Key = tuple[Lane, str]
 
 EVAL_SHARE = 0.5
 """Most of the slots that evaluations have while training could use them: ones that hang must not stop training."""
@@ -92,11 +91,7 @@ class Dispatcher:
         self._suspects: dict[Key, Suspects] = {key: Suspects() for key in self._env_rules}
         self._backoff: list[tuple[float, int, Attempt]] = []
         self._sequence = itertools.count()
-        # Ordered by start, so that the first of an env is the first to be overdue: one time limit holds for it.
-        self._running: dict[Key, OrderedDict[Attempt, None]] = {key: OrderedDict() for key in self._env_rules}
-        self._groups: dict[Key, OrderedDict[PendingGroup, None]] = {
-            key: OrderedDict() for key in self._env_rules
-        }
+        self.flight = Flight(self._env_rules)
 
     # --- what comes in ---------------------------------------------------------------------------------------------
 
@@ -135,20 +130,20 @@ class Dispatcher:
 
     def lose_endpoint(self, endpoint: Any, now: float) -> None:
         """Rollouts on this endpoint will not come back; each is tried again elsewhere. Rare, so a scan is fine."""
-        for attempt in [attempt for attempt in self._all_running() if attempt.endpoint is endpoint]:
+        for attempt in [attempt for attempt in self.flight.attempts() if attempt.endpoint is endpoint]:
             self._out.append(CancelAttempt(attempt))
             self.fail(attempt, "endpoint_lost", retryable=True, now=now)
 
     def drop_stale(self) -> None:
         """Give up open training groups that could not be trained in time any more; their tasks are asked again."""
         oldest = self._versions.oldest_allowed(self._versions.formed + 1)
-        for group in [group for group in self.open_groups(Lane.TRAIN) if group.version < oldest]:
+        for group in [group for group in self.flight.groups(Lane.TRAIN) if group.version < oldest]:
             self.drop(group, "stale", again=True)
 
     def abandon(self, reason: str, *, lanes: Collection[Lane] = tuple(Lane)) -> None:
         """Give up everything of these lanes that is under way; the tasks are asked again."""
         for lane in lanes:
-            for group in list(self.open_groups(lane)):
+            for group in list(self.flight.groups(lane)):
                 self.drop(group, reason, again=True)
 
     def drop(self, group: PendingGroup, reason: str, *, again: bool) -> None:
@@ -176,36 +171,14 @@ class Dispatcher:
 
     def next_event_at(self, now: float) -> float | None:
         """When `advance` has something to do even if nothing happens."""
-        times = []
-        for key, rules in self._env_rules.items():
-            if self._running[key]:
-                times.append(next(iter(self._running[key])).started + rules.rollout_timeout_s)
-            if self._groups[key]:
-                times.append(next(iter(self._groups[key])).opened + rules.group_timeout_s)
+        times = [self.flight.next_deadline()]
         if self._backoff:
             times.append(self._backoff[0][0])
         if not self._ramp.settled(self._placement.limit):
             times.append(now + RAMP_STEP_S)
-        rate = self._training.admission.next_event_at(now) if self._training is not None else None
-        if rate is not None:
-            times.append(rate)
-        return min(times, default=None)
-
-    def open_groups(self, lane: Lane) -> Iterator[PendingGroup]:
-        """Groups under way, oldest first within an env."""
-        for (of_lane, _), groups in self._groups.items():
-            if of_lane is lane:
-                yield from groups
-
-    @property
-    def busy(self) -> bool:
-        """Whether any group is open."""
-        return any(self._groups.values())
-
-    def oldest_running(self) -> Attempt | None:
-        """The attempt that has been under way for longest."""
-        firsts = [next(iter(running)) for running in self._running.values() if running]
-        return min(firsts, key=lambda attempt: attempt.started, default=None)
+        if self._training is not None:
+            times.append(self._training.admission.next_event_at(now))
+        return min((time for time in times if time is not None), default=None)
 
     def waits(self, now: float) -> list[Wait]:
         """Why nothing more is started."""
@@ -264,7 +237,7 @@ class Dispatcher:
         group.waiting -= 1
         group.running[attempt] = None
         attempt.started = now
-        self._running[key][attempt] = None
+        self.flight.start(attempt)
         self.ledger.start(group.lane, group.env, attempt.count)
         self._out.append(StartAttempt(attempt))
         return True
@@ -350,15 +323,12 @@ class Dispatcher:
         for count in counts:
             self._ready[key].append(Attempt(group=group, count=count))
             group.waiting += 1
-        self._groups[key][group] = None
+        self.flight.open(group)
 
     # --- ending ----------------------------------------------------------------------------------------------------
 
     def _rules_of(self, group: PendingGroup) -> EnvRules:
         return self._env_rules[group.lane, group.env]
-
-    def _all_running(self) -> Iterator[Attempt]:
-        return itertools.chain.from_iterable(self._running.values())
 
     def _again_or_failed(self, attempt: Attempt, kind: str, *, retryable: bool, now: float) -> None:
         """An attempt ended badly and is booked: ask again after a pause, or count the line as failed."""
@@ -378,7 +348,7 @@ class Dispatcher:
         group = attempt.group
         key = group.lane, group.env
         attempt.ended = True
-        del self._running[key][attempt]
+        self.flight.end(attempt)
         del group.running[attempt]
         if attempt.suspect:
             self._suspects[key].inflight -= 1
@@ -402,26 +372,18 @@ class Dispatcher:
             self._end(attempt, Outcome.CANCELLED, reason)
             self._out.append(CancelAttempt(attempt))
         group.waiting = 0
-        del self._groups[group.lane, group.env][group]
+        self.flight.close(group)
         if self._training is not None and group.lane is Lane.TRAIN:
             self._training.pace.closed(group.env, group.version, group.expected)
 
     def _expire(self, now: float) -> None:
-        for key, rules in self._env_rules.items():
-            running = self._running[key]
-            while running:
-                attempt = next(iter(running))
-                if attempt.started + rules.rollout_timeout_s > now:
-                    break
-                self._out.append(CancelAttempt(attempt))
-                self._end(attempt, Outcome.TIMED_OUT)
-                self._again_or_failed(attempt, "timed_out", retryable=True, now=now)
-            groups = self._groups[key]
-            while groups:
-                group = next(iter(groups))
-                if group.opened + rules.group_timeout_s > now:
-                    break
-                self._overdue(group)
+        for attempt in self.flight.overdue_attempts(now):
+            self._out.append(CancelAttempt(attempt))
+            self._placement.note_failure(attempt.endpoint, "timed_out")
+            self._end(attempt, Outcome.TIMED_OUT)
+            self._again_or_failed(attempt, "timed_out", retryable=True, now=now)
+        for group in self.flight.overdue_groups(now):
+            self._overdue(group)
 
     def _overdue(self, group: PendingGroup) -> None:
         """A group has had its time: keep what it has, if that is enough."""

@@ -59,7 +59,7 @@ class EvaluationRun:
     @property
     def idle(self) -> bool:
         """Whether no task is being tried."""
-        return not self._dispatcher.busy
+        return not self._dispatcher.flight.busy
 
     def advance(self, now: float, *, at_most: int = 256) -> bool:
         """Start what can be; whether more could start at once."""

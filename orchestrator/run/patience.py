@@ -7,7 +7,7 @@ has not finished any, as long as one rollout may take. Then it is given up and i
 
 from collections.abc import Mapping
 
-from orchestrator.dispatch.dispatcher import Dispatcher
+from orchestrator.dispatch.flight import Flight
 from orchestrator.dispatch.ledger import Lane
 from orchestrator.dispatch.work import PendingGroup
 from orchestrator.run.settings import Limits
@@ -21,8 +21,8 @@ _KEEP = 0.98
 class Patience:
     """Knows how long groups take, and which one has had its time."""
 
-    def __init__(self, dispatcher: Dispatcher, limits: Mapping[str, Limits]) -> None:
-        self._dispatcher = dispatcher
+    def __init__(self, flight: Flight, limits: Mapping[str, Limits]) -> None:
+        self._flight = flight
         self._limits = limits
         self._slowest: dict[str, float] = {}
 
@@ -52,7 +52,7 @@ class Patience:
         return next(
             (
                 group
-                for group in self._dispatcher.open_groups(Lane.TRAIN)
+                for group in self._flight.groups(Lane.TRAIN)
                 if group.env == env and group.version == version
             ),
             None,

@@ -21,7 +21,7 @@ from orchestrator.dispatch.work import Attempt
 from orchestrator.groups.group import Batch
 from orchestrator.run.build import build_run
 from orchestrator.run.ports import EndRun, EvaluationFinished, LoadWeights
-from orchestrator.run.resume import Weights, resume
+from orchestrator.run.resume import JournaledWeights, resume
 from orchestrator.run.run import Run
 from orchestrator.run.settings import RunSettings
 from orchestrator.simulate.journal import MemoryJournal
@@ -223,7 +223,7 @@ class World:
         self._to_load = None
         recovered = self.journal.recover()
         self.run = self._build()
-        weights = Weights(recovered.state)
+        weights = JournaledWeights(recovered.state)
         resume(self.run, recovered, weights, recovered.evals)
         self.pool.endpoint.version = self.pool.endpoint.version_newest = weights.loaded
         for batch in recovered.batches:

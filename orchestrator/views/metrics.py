@@ -7,7 +7,13 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector, CollectorRegistry
 
 from orchestrator.dispatch.ledger import Ledger
-from orchestrator.facts import EnvStatus, Status
+from orchestrator.facts import DomainStatus, EnvStatus, Status
+
+_DOMAIN_GAUGES: list[tuple[str, str, Callable[[DomainStatus], float]]] = [
+    ("domain_mix_target", "Share of the domain that is asked for", lambda domain: domain.target),
+    ("domain_mix_actual", "Share of the domain in all batches so far", lambda domain: domain.actual),
+    ("domain_mix_count", "Sequences of the domain in all batches so far", lambda domain: domain.emitted),
+]
 
 _ENV_GAUGES: list[tuple[str, str, Callable[[EnvStatus], float | None]]] = [
     ("mix_target_share", "Share of the env that the configuration asks for", lambda env: env.target),
@@ -18,6 +24,11 @@ _ENV_GAUGES: list[tuple[str, str, Callable[[EnvStatus], float | None]]] = [
     ("env_latency_seconds", "Mean time of the env's groups in flight", lambda env: env.mean_latency_s),
     ("env_reward", "Mean reward of the env in the last step", lambda env: env.reward),
     ("env_quarantined", "1 while the env is only probed", lambda env: float(env.quarantined)),
+    (
+        "minimum_waived",
+        "1 while batches are formed without the env's minimum",
+        lambda env: float(bool(env.minimum_waived)),
+    ),
     ("env_servers_ready", "Servers of the env that are ready", lambda env: env.servers_ready),
     ("env_queued_sequences", "Sequences of the env in the queue", lambda env: env.queued),
 ]
@@ -66,6 +77,11 @@ class StatusCollector(Collector):
                 if value is not None:
                     family.add_metric([env], value)
             yield family
+        for name, text, read_domain in _DOMAIN_GAUGES:
+            family = GaugeMetricFamily(f"orchestrator_{name}", text, labels=["domain"])
+            for domain, domain_status in status.domains.items():
+                family.add_metric([domain], read_domain(domain_status))
+            yield family
         yield from self._counters(status)
 
     def _counters(self, status: Status) -> Iterator[Metric]:
@@ -92,6 +108,11 @@ class StatusCollector(Collector):
             for reason, n in env_status.dropped.items():
                 dropped.add_metric([env, reason], n)
         yield from (sequences, dropped, restarts)
+        yield CounterMetricFamily(
+            "orchestrator_minimums_waived",
+            "Times that the minimum of an env was waived",
+            status.minimums_waived,
+        )
         yield from self._evals(status)
         endpoints = GaugeMetricFamily(
             "orchestrator_endpoint_inflight", "Rollouts in flight on an endpoint", labels=["url"]

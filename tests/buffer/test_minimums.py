@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.buffer import BatchBuffer
-from orchestrator.buffer.minimums import Minimums, achievable_minimums
+from orchestrator.buffer.minimums import BatchMinimums, achievable_minimums
 
 ENVS = ("a", "b", "c", "d")
 
@@ -100,7 +100,7 @@ def test_batches_form_with_the_minimums_that_are_kept(
 def test_minimums_that_fit_are_what_was_wanted() -> None:
     """Nothing is lowered where an exact batch with every minimum exists, however little room is left."""
     found = achievable_minimums({"a": 0.5, "b": 0.25}, {"a": 8, "b": 8, "c": 4}, 32)
-    assert found == Minimums(32, {"a": 16, "b": 8}, {"a": 16, "b": 8}, reachable=True)
+    assert found == BatchMinimums(32, {"a": 16, "b": 8}, {"a": 16, "b": 8}, reachable=True)
     assert not found.lowered
 
 

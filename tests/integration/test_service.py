@@ -67,7 +67,7 @@ async def test_a_run_ends_only_when_its_last_step_is_acknowledged(tmp_path: Path
     async with running_service(config) as running, AsyncTrainerClient(running.address) as trainer:
         assert await trainer.next_batch() is not None
         await trainer.publish(1)
-        await until(lambda: running.service.run.staleness.serving == 1)
+        await until(lambda: running.service.run.parts.versions.serving == 1)
         # Nothing tells that a run goes on, so it is given the time to end wrongly.
         ended, _ = await asyncio.wait([running.serving], timeout=0.5)
         assert not ended
@@ -133,7 +133,7 @@ async def test_a_batch_is_served_only_once_it_is_on_disk(
             # Nobody else can write now.
             database.execute("BEGIN IMMEDIATE")
             gate.touch()
-            await until(lambda: running.service.run.staleness.formed == 2)
+            await until(lambda: running.service.run.parts.versions.formed == 2)
             assert (running.service.server.leased, record.last_step) == ([], 0)
         finally:
             database.close()
@@ -176,8 +176,8 @@ async def test_a_slow_trainer_wastes_no_finished_rollout_under_pace(
         run = running.service.run
         training = group.create_task(train_here(running.address, record, think_s=0.08))
         await until(lambda: record.last_step >= 15)
-        assert all(not facts.dropped for facts in run.facts.envs.values())
-        assert run.ledger.totals()["cancelled"] == run.ledger.totals()["failed"] == 0
+        assert all(not facts.dropped for facts in run.parts.facts.envs.values())
+        assert run.parts.ledger.totals()["cancelled"] == run.parts.ledger.totals()["failed"] == 0
         training.cancel()
     with JournalReader(tmp_path / "run") as reader:
         assert all(set(counts) <= {"finished", "batched"} for counts in reader.counters().values())
@@ -243,7 +243,7 @@ async def test_a_continued_run_still_knows_its_earlier_evaluations(
     async with running_service(config) as running, asyncio.TaskGroup() as group:
         run = running.service.run
         training = group.create_task(train_here(running.address, record, think_s=0.3))
-        await until(lambda: bool(run.evals.results))
+        await until(lambda: bool(run.parts.eval_sink.results))
         training.cancel()
     async with running_service(config) as running, asyncio.TaskGroup() as group:
         group.create_task(train_here(running.address, record))
@@ -266,12 +266,12 @@ async def test_an_evaluation_overlaps_with_training(
     async with running_service(config) as running, asyncio.TaskGroup() as group:
         run = running.service.run
         training = group.create_task(train_here(running.address, record))
-        await until(lambda: run.staleness.serving >= 3)
-        assert run.evals.results == []
-        assert run.ledger.inflight["eval", "eval-gated"] == 2  # type: ignore[index]  # a StrEnum is its text
+        await until(lambda: run.parts.versions.serving >= 3)
+        assert run.parts.eval_sink.results == []
+        assert run.parts.ledger.inflight["eval", "eval-gated"] == 2  # type: ignore[index]  # a StrEnum is its text
         gate.touch()
-        await until(lambda: bool(run.evals.results))
-        assert (run.evals.results[0]["step"], run.evals.results[0]["version"]) == (0, 0)
+        await until(lambda: bool(run.parts.eval_sink.results))
+        assert (run.parts.eval_sink.results[0]["step"], run.parts.eval_sink.results[0]["version"]) == (0, 0)
         training.cancel()
 
 
@@ -316,7 +316,7 @@ async def test_status_and_metrics_of_a_running_service(
     config = make_config(run_dir, policy, [env("Dice", ratio=0.75), env("Ranked", ratio=0.25)])
     async with running_service(config) as running, asyncio.TaskGroup() as group:
         training = group.create_task(train_here(running.address, record))
-        await until(lambda: running.service.run.staleness.trained >= 3)
+        await until(lambda: running.service.run.parts.versions.trained >= 3)
         address = running.service.http_address
         assert address is not None
         async with aiohttp.ClientSession() as http:
@@ -330,7 +330,7 @@ async def test_status_and_metrics_of_a_running_service(
         assert status["state"] == "running"
         assert status["envs"]["dice"]["target"] == 0.75
         assert status["step"] >= status["trained"] >= 3
-        assert running.service.run.ledger.balances()
+        assert running.service.run.parts.ledger.balances()
         assert_balanced(metrics, {"dice", "ranked"})
         shown = await run_command("status", run_dir, logs=tmp_path / "logs")
         assert shown.process.returncode == 0, shown.errors()

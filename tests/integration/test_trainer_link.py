@@ -14,8 +14,8 @@ import zmq
 from structlog.testing import capture_logs
 
 from envs.curve import ServerKeys, generate_pair
-from orchestrator.groups.group import Batch
 from orchestrator.errors import TrainerLinkError
+from orchestrator.groups.group import Batch
 from orchestrator.trainer import AsyncTrainerClient, TrainerClient
 from orchestrator.trainer.protocol import (
     PROTOCOL,

@@ -9,7 +9,8 @@ import pytest
 
 from orchestrator.journal import JournalReader
 from orchestrator.journal.schema import SCHEMA_VERSION
-from orchestrator.sinks.eval_sink import EvalPlan, Evaluation, summarise
+from orchestrator.sinks.eval_sink import summarise
+from orchestrator.tasks.evaluations import EvalPlan, Evaluation
 from tests.support.journal_groups import make_batch, make_group
 from tests.support.journal_opening import open_journal
 

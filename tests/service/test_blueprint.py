@@ -59,7 +59,7 @@ def test_the_split_of_an_id_is_used_and_evals_default_to_their_own() -> None:
 
 
 def test_env_servers_do_not_get_the_secrets_of_the_service(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its HTTP token and keys given as variables are withheld; the API key of the inference servers is not."""
+    """Its tokens and keys given as variables are withheld; the API key of the inference servers is not."""
     pair = generate_pair()
     for name, key in (("LINK_KEY", pair.secret), ("SERVER_KEY", pair.public)):
         monkeypatch.setenv(name, key)
@@ -67,11 +67,15 @@ def test_env_servers_do_not_get_the_secrets_of_the_service(monkeypatch: pytest.M
     made = config(
         http={"token_env": "HTTP_TOKEN"},
         inference={"api_key_env": "API_KEY"},
-        trainer={"secret_key_file": "env:TRAINER_KEY", "trainer_key_files": ["env:RANK_KEY", "rank.public"]},
+        trainer={
+            "secret_key_file": "env:TRAINER_KEY",
+            "trainer_key_files": ["env:RANK_KEY", "rank.public"],
+            "token_env": "TRAINER_TOKEN",
+        },
         train={"env": [{"id": "reverse", "ratio": 1.0}]},
         eval={"env": [{"id": "reverse", "addresses": ["tcp://10.0.0.7:7000"], **keys}]},
     )
-    expected = {"HTTP_TOKEN", "TRAINER_KEY", "RANK_KEY", "SERVER_KEY", "LINK_KEY"}
+    expected = {"HTTP_TOKEN", "TRAINER_TOKEN", "TRAINER_KEY", "RANK_KEY", "SERVER_KEY", "LINK_KEY"}
     assert blueprint.build_train_envs(made)["reverse"].spec.withheld == expected
     assert blueprint.own_secrets(config(http={"token_env": "K"}, inference={"api_key_env": "K"})) == set()
 

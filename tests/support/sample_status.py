@@ -2,12 +2,13 @@
 
 from typing import Any
 
-from orchestrator.facts import EndpointStatus, EnvStatus, Status
+from orchestrator.facts import EndpointStatus, EnvStatus, Status, WaitStatus, by_domain
 
 
 def env_status(**changes: Any) -> EnvStatus:
     """One env, in the middle of a run."""
     fields: dict[str, Any] = {
+        "domain": "math",
         "target": 0.4,
         "actual": 0.391,
         "recent": 0.412,
@@ -24,6 +25,8 @@ def env_status(**changes: Any) -> EnvStatus:
         "servers": 2,
         "restarts": 3,
         "queued": 8,
+        "minimum": 4,
+        "minimum_waived": "",
         "dropped": {"equal_rewards": 4},
     }
     return EnvStatus(**(fields | changes))
@@ -34,6 +37,7 @@ def sample_status(**changes: Any) -> Status:
     fields: dict[str, Any] = {
         "state": "running",
         "waiting_for": "a free slot",
+        "waits": [WaitStatus("slot", "a free slot", None), WaitStatus("groups", "24 sequences", None)],
         "step": 5,
         "max_steps": 20,
         "trained": 4,
@@ -51,11 +55,17 @@ def sample_status(**changes: Any) -> Status:
         "outcomes": {"completed": 100, "failed": 8, "cancelled": 0},
         "failures": {"math: error": 8},
         "envs": {"math": env_status()},
-        "endpoints": [EndpointStatus("http://127.0.0.1:8000/v1", healthy=True, inflight=12, version=4)],
+        "endpoints": [
+            EndpointStatus("http://127.0.0.1:8000/v1", healthy=True, inflight=12, version=4, error="")
+        ],
         "evals": [],
         "staleness": {"mean": 0.5, "max": 2.0},
+        "refused": "",
+        "notes": [],
+        "minimums_waived": 2,
         "loop_lag_p99_s": 0.003,
         "journal_backlog_bytes": 1024,
         "seconds": 61.7,
     }
-    return Status(**(fields | changes))
+    fields |= changes
+    return Status(**({"domains": by_domain(fields["envs"])} | fields))

@@ -1,5 +1,6 @@
 """Prometheus metrics: what a scrape shows is what the ledger and the status say."""
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from orchestrator.dispatch.ledger import Lane, Ledger, Outcome
@@ -67,26 +68,47 @@ def test_the_run_is_shown() -> None:
         "staleness_versions_max": 2,
         "loop_lag_p99_seconds": 0.003,
         "journal_backlog_bytes": 1024,
+        "minimums_waived_total": 2,
     }
     assert {name: found[one(name)] for name in expected} == expected
 
 
 def test_every_env_is_shown() -> None:
     """Mix, reward, latency, servers and losses have the env as their label."""
-    found = scraped(sample_status(envs={"a": env_status(), "b": env_status(quarantined=True, emitted=7)}))
+    absent = env_status(quarantined=True, emitted=7, minimum_waived="it has no ready server")
+    found = scraped(sample_status(envs={"a": env_status(), "b": absent}))
     assert found[one("mix_target_share", env="a")] == 0.4
     assert found[one("mix_actual_share", env="a")] == 0.391
     assert found[one("env_latency_seconds", env="a")] == 0.25
     assert found[one("env_quarantined", env="a")] == 0
     assert found[one("env_quarantined", env="b")] == 1
+    assert found[one("minimum_waived", env="a")] == 0
+    assert found[one("minimum_waived", env="b")] == 1
     assert found[one("sequences_total", env="b")] == 7
     assert found[one("env_restarts_total", env="a")] == 3
     assert found[one("rollouts_dropped_total", env="a", reason="equal_rewards")] == 4
 
 
+def test_every_domain_is_shown() -> None:
+    """What the envs of a domain have of the mix, together: asked for, delivered, and in sequences."""
+    envs = {
+        "gsm": env_status(target=0.45, actual=0.4, emitted=40),
+        "aime": env_status(target=0.15, actual=0.1, emitted=10),
+        "code": env_status(domain="code", target=0.4, actual=0.5, emitted=50),
+    }
+    found = scraped(sample_status(envs=envs))
+    assert found[one("domain_mix_target", domain="math")] == pytest.approx(0.6)
+    assert found[one("domain_mix_actual", domain="math")] == pytest.approx(0.5)
+    assert found[one("domain_mix_count", domain="math")] == 50
+    assert found[one("domain_mix_count", domain="code")] == 50
+
+
 def test_every_endpoint_is_shown() -> None:
     """Inference servers are told apart by their address."""
-    endpoints = [EndpointStatus("http://a/v1", True, 3, 1), EndpointStatus("http://b/v1", False, 0, 1)]
+    endpoints = [
+        EndpointStatus("http://a/v1", True, 3, 1, ""),
+        EndpointStatus("http://b/v1", False, 0, 1, "HTTP 503"),
+    ]
     found = scraped(sample_status(endpoints=endpoints))
     assert found[one("endpoint_inflight", url="http://a/v1")] == 3
     assert found[one("endpoint_healthy", url="http://b/v1")] == 0

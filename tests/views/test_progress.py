@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from orchestrator.facts import EndpointStatus
 from orchestrator.views.progress import print_summary, render, show_progress
 from tests.support.sample_status import env_status, sample_status
 
@@ -16,8 +17,8 @@ def console(width: int = 120, *, terminal: bool = False) -> tuple[Console, io.St
     return Console(file=out, width=width, force_terminal=terminal, color_system=None), out
 
 
-def shown(status: Any) -> str:
-    target, out = console()
+def shown(status: Any, width: int = 120) -> str:
+    target, out = console(width)
     target.print(render(status))
     return out.getvalue()
 
@@ -37,10 +38,64 @@ def test_the_display_shows_every_env_against_its_target() -> None:
     assert lines["code"][4] == "60.0%"
 
 
+MATH = {"gsm": env_status(target=0.3, actual=0.25), "aime": env_status(target=0.1, actual=0.05)}
+CODE = {"code": env_status(domain="code", target=0.6, actual=0.7)}
+
+
+def test_envs_stand_below_their_domain() -> None:
+    """Where there are several domains and one has several envs; an env alone in its domain is its own line."""
+    lines = [line.split() for line in shown(sample_status(envs=MATH | CODE)).splitlines() if line.strip()]
+    names = [line[0] for line in lines]
+    assert names[names.index("env") + 1 : -1] == ["math", "gsm", "aime", "code"]
+    assert lines[names.index("math")][3:5] == ["30.0%", "40.0%"]
+
+
+@pytest.mark.parametrize("envs", [MATH, CODE | {"reverse": env_status(domain="reverse")}])
+def test_domains_that_say_nothing_new_are_not_shown(envs: dict[str, Any]) -> None:
+    """A single domain, or one for each env, is what the lines of the envs say already."""
+    lines = [line.split() for line in shown(sample_status(envs=envs)).splitlines() if line.strip()]
+    assert [line[0] for line in lines][-1 - len(envs) : -1] == list(envs)
+
+
+@pytest.mark.parametrize("width", [50, 80, 120])
+def test_numbers_are_never_cut(width: int) -> None:
+    """A narrow terminal shows fewer columns and shorter names; what it shows is whole, and no line is too long."""
+    env = env_status(completed=1234567, dispatched=2345678)
+    out = shown(sample_status(envs={"an-environment-with-a-name-that-is-long": env}), width)
+    lines = out.splitlines()
+    (row,) = [line for line in lines if line.startswith("an-env")]
+    whole = {"0.750", "41.2%", "39.1%", "40.0%", "12", "1234567", "1111099", "250ms"}
+    cells = row.replace(" ms", "ms").split()[1:]
+    assert {"0.750", "41.2%", "40.0%"} <= set(cells) <= whole
+    assert len(cells) == {50: 3, 80: 6, 120: 8}[width]
+    assert all(len(line.rstrip()) <= width for line in lines)
+    for fact in ("step 5/20", "in flight 12/64", "rollouts/s 37", "queued 8/32"):
+        assert any(fact in line for line in lines)
+
+
 def test_the_display_says_what_is_waited_for() -> None:
     """A run that stands still tells why."""
     assert "waits for the trainer" in shown(sample_status(waiting_for="the trainer"))
     assert "waits" not in shown(sample_status(waiting_for=""))
+
+
+def test_the_display_says_what_is_not_as_it_was_asked_for() -> None:
+    """A waived minimum, an inference server that is out of service and a refused version, a line each."""
+    assert "missing" not in shown(sample_status())
+    out = shown(
+        sample_status(
+            envs={"math": env_status(minimum_waived="it has no ready server")},
+            endpoints=[
+                EndpointStatus("http://a/v1", healthy=True, inflight=1, version=4, error="slow once"),
+                EndpointStatus("http://b/v1", healthy=False, inflight=0, version=3, error="HTTP 503"),
+            ],
+            refused="version 5 could not be loaded: no file",
+        )
+    )
+    assert 'env "math" is missing from batches: it has no ready server' in out
+    assert "inference server http://b/v1: HTTP 503" in out
+    assert "http://a/v1" not in out
+    assert "version 5 could not be loaded: no file" in out
 
 
 def test_a_run_without_an_end_has_no_bar() -> None:
