@@ -68,7 +68,7 @@ def test_a_poison_is_found_while_new_tasks_come_in(position: int) -> None:
     """The same in a run that goes on: the slots that suspects may not have are used by others meanwhile."""
     world = among(60)
     poisoned = Poisoned(world, position)
-    assert world.play(until=lambda: poisoned.watch() or world.steps() >= 40)
+    assert world.play(until=lambda: poisoned.watch() or world.steps() >= 20)
     assert world.journal.tasks == [("a", position, "given_up:server_lost")]
     assert {attempt.group.task.position for attempt in world.starts if attempt.number > 1} == {position}
     assert poisoned.deaths <= 5

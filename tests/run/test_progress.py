@@ -22,6 +22,7 @@ search: dict[str, Any] = {
 }
 
 
+@pytest.mark.timeout(300)
 @settings(max_examples=50, **search)
 @given(scenario=scenarios())
 def test_any_run_finishes_with_exact_batches(scenario: Scenario) -> None:

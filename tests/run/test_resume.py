@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.run.resume import Weights, resume
+from orchestrator.run.resume import JournaledWeights, resume
 from orchestrator.simulate.world import Behaviour
 from orchestrator.tasks.evaluations import EvalPlan
 from tests.support.worlds import NEVER, TestedWorld, make_world, quiet
@@ -48,6 +48,7 @@ def check_positions(world: TestedWorld) -> None:
             assert position in ended[env] or 0 < trained[env][position] <= size
 
 
+@pytest.mark.timeout(300)
 @quick
 @given(
     seed=st.integers(0, 1000),
@@ -105,7 +106,7 @@ def test_versions_and_their_places_go_on() -> None:
 
 def test_a_journal_that_knows_only_what_was_published_takes_it_for_loaded() -> None:
     """Journals of earlier revisions did not tell them apart."""
-    weights = Weights({"version": {"published": [0, 3], "path": "step_3", "trained": 2}})
+    weights = JournaledWeights({"version": {"published": [0, 3], "path": "step_3", "trained": 2}})
     assert (weights.loaded, weights.published, weights.loaded_path) == (3, 3, "step_3")
 
 
@@ -114,7 +115,7 @@ def test_an_empty_journal_is_a_fresh_start() -> None:
     world = quiet()
     recovered = world.journal.recover()
     assert recovered.empty
-    resume(world.run, recovered, Weights(recovered.state), ())
+    resume(world.run, recovered, JournaledWeights(recovered.state), ())
     assert (world.parts.versions.formed, world.run.acknowledged, world.run.version) == (0, 0, 0)
     world.turn()
     assert world.starts[0].group.task.position == 0

@@ -130,7 +130,7 @@ class TestedWorld(World):
         return next((wait for wait in find_waits(self.run, self.now) if wait.kind is kind), None)
 
     def open_groups(self, lane: Lane = Lane.TRAIN) -> list[PendingGroup]:
-        return list(self.parts.dispatcher.open_groups(lane))
+        return list(self.parts.dispatcher.flight.groups(lane))
 
     def finish(self, attempt: Attempt, rewards: Sequence[float] = (1.0,)) -> None:
         """An attempt brings these rewards back, one for each rollout."""
