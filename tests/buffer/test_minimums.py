@@ -86,7 +86,7 @@ def test_batches_form_with_the_minimums_that_are_kept(
     assert list(found.kept.values()) == kept
 
     def fill(minimums: dict[str, float] | dict[str, Fraction]) -> BatchBuffer[int]:
-        buffer: BatchBuffer[int] = BatchBuffer(batch_size, minimums=minimums, envs=names)  # type: ignore[arg-type]  # exact shares are read as decimals are
+        buffer: BatchBuffer[int] = BatchBuffer(batch_size, minimums=minimums, envs=names)
         for number in range(2 * batch_size):
             buffer.add(number, env=names[number % envs], size=group_size)
         return buffer

@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from tests.support.worlds import NEVER, Behaviour, TestedWorld, make_world
+from orchestrator.simulate.world import Behaviour
+from tests.support.worlds import NEVER, TestedWorld, make_world
 
 
 def two(**options: Any) -> TestedWorld:

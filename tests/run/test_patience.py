@@ -3,7 +3,8 @@
 from typing import Any
 
 from orchestrator.run.patience import LEAST_S, TIMES
-from tests.support.worlds import NEVER, Behaviour, TestedWorld, make_world
+from orchestrator.simulate.world import Behaviour
+from tests.support.worlds import NEVER, TestedWorld, make_world
 
 
 def held(**options: Any) -> TestedWorld:

@@ -5,8 +5,9 @@ import json
 import msgspec
 
 from orchestrator.run.status import build_status, build_summary, diagnose
+from orchestrator.simulate.world import Behaviour
 from orchestrator.tasks.evaluations import EvalPlan
-from tests.support.worlds import NEVER, Behaviour, make_world, quiet
+from tests.support.worlds import NEVER, make_world, quiet
 
 
 def test_the_status_of_a_run_adds_up() -> None:

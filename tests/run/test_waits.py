@@ -6,9 +6,10 @@ import pytest
 
 from orchestrator.dispatch.waits import Wait, WaitKind
 from orchestrator.run.status import build_status, diagnose
+from orchestrator.simulate.world import Behaviour
 from orchestrator.tasks.evaluations import EvalPlan
 from tests.run.test_patience import held, hold
-from tests.support.worlds import NEVER, Behaviour, TestedWorld, make_world, quiet
+from tests.support.worlds import NEVER, TestedWorld, make_world, quiet
 
 
 def said(world: TestedWorld, kind: WaitKind) -> Wait:

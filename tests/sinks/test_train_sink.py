@@ -7,7 +7,8 @@ import pytest
 from msgspec.structs import replace
 
 from orchestrator.errors import StalledError
-from tests.support.worlds import NEVER, Behaviour, TestedWorld, make_data, make_pending, make_world
+from orchestrator.simulate.world import Behaviour
+from tests.support.worlds import NEVER, TestedWorld, make_data, make_pending, make_world
 
 MIXED = [0.0, 1.0, 0.0, 1.0]
 EQUAL = [1.0, 1.0, 1.0, 1.0]
@@ -21,7 +22,7 @@ def complete(world: TestedWorld, position: int, rewards: list[float], *, version
     """A group comes back, and batches are formed of what there is."""
     world.parts.mix.on_dispatch("a", len(rewards), now=world.now)
     world.parts.sink.completed(make_pending(position, rewards, version=version), world.now)
-    world.parts.sink.form(world.now)
+    world.parts.sink.form(world.now, {"a"})
 
 
 def test_groups_are_recorded_before_the_batch_that_holds_them() -> None:
@@ -71,7 +72,8 @@ def test_a_group_that_is_too_old_on_arrival_is_asked_again() -> None:
         versions.publish(version)
     versions.serving = versions.formed = versions.trained = 5
     complete(made, 0, MIXED, version=3)
-    assert made.journal.groups == made.journal.tasks == []
+    assert made.journal.groups == []
+    assert made.journal.tasks == []
     assert made.parts.facts.envs["a"].dropped["stale"] == 4
     assert made.parts.source.next_task().position == 0
 
@@ -98,7 +100,7 @@ def test_batches_are_formed_only_as_far_ahead_as_the_trainer_needs() -> None:
     assert made.parts.versions.formed == 2
     assert made.parts.buffer.sequences == 16
     made.parts.versions.trained = 1
-    made.parts.sink.form(0.0)
+    made.parts.sink.form(0.0, {"a"})
     assert made.parts.versions.formed == 3
 
 
@@ -172,7 +174,7 @@ def test_a_queued_token_takes_at_most_ten_bytes() -> None:
         ]
         made.parts.mix.on_dispatch("a", 4, now=0.0)
         made.parts.sink.completed(group, 0.0)
-    made.parts.sink.form(0.0)
+    made.parts.sink.form(0.0, {"a"})
     made.journal.groups.clear()
     made.journal._queued.clear()
     after, _ = tracemalloc.get_traced_memory()
