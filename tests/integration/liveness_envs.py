@@ -6,9 +6,11 @@ Each sequence begins with a mark of its own in its prompt, so that a trainer can
 import asyncio
 import random
 import uuid
+from pathlib import Path
 
 from envs import Environment, Model, Rollout, Task, Tasks
 from envs.errors import RolloutFailure
+from tests.integration.server_envs import fixed_rollout
 
 
 class Endless:
@@ -57,3 +59,16 @@ class DrawnGroup(Drawn):
 
     async def score_group(self, task: Task, rollouts: list[Rollout]) -> list[float]:
         return [float(rank) for rank in range(len(rollouts))]
+
+
+class Held(Drawn):
+    """A rollout of task 0 holds the server's event loop until somebody has opened a FIFO for writing and closed it."""
+
+    def __init__(self, *, fifo: str) -> None:
+        super().__init__()
+        self._fifo = Path(fifo)
+
+    async def rollout(self, task: Task, model: Model) -> Rollout:
+        if task["index"] == 0:
+            self._fifo.read_bytes()  # noqa: ASYNC240  blocking is the point
+        return fixed_rollout(task["index"])

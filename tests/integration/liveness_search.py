@@ -76,6 +76,9 @@ def draw(seed: int) -> tuple[dict[str, Any], Chaos]:
         "max_inflight": rng.choice([1, 4, 32, 256, 512]),
         "keep_equal_rewards": rng.random() < 0.5,
     }
+    if dispatch["max_inflight"] < 32:
+        for env in envs:  # one after the other they must not take long
+            env["args"]["latency_s"] = [0.0, min(0.02, env["args"]["latency_s"][1])]
     if rng.random() < 0.15:
         dispatch["min_valid"] = rng.choice([1, 2])
     if rng.random() < 0.15:
