@@ -28,6 +28,7 @@ from orchestrator.journal import JournalReader
 from orchestrator.local.policy import Policy
 from orchestrator.trainer import AsyncTrainerClient, TrainingBatch
 from tests.integration.service_fixture import Command, write_config
+from tests.support.waiting import until
 
 MODULE = "tests.integration.liveness_envs"
 
@@ -182,8 +183,7 @@ class Experiment:
                 return False
         command.send(signal.SIGKILL)
         await command.wait()
-        while command.processes():
-            await asyncio.sleep(0.02)
+        await until(lambda: not command.processes())
         return True
 
     async def _kill_servers(self, command: Command, chaos: Chaos) -> None:

@@ -70,5 +70,5 @@ class Held(Drawn):
 
     async def rollout(self, task: Task, model: Model) -> Rollout:
         if task["index"] == 0:
-            self._fifo.read_bytes()  # noqa: ASYNC240  blocking is the point
+            self._fifo.read_bytes()
         return fixed_rollout(task["index"])

@@ -21,7 +21,6 @@ from tests.integration.env_servers import (
 )
 from tests.support.zmtp_attacker import accept, connection, fill_and_reset
 
-
 SERVER_HELD, LINK_HELD = 1002, 10_000
 """Messages at which either side, unread, once stopped taking in more."""
 
