@@ -122,10 +122,6 @@ class InferencePool(Roster):
         """The newest weights that at least one engine has loaded; at the start, those that the run goes on with."""
         return self._sync.loaded
 
-    def explain(self) -> str:
-        """Why no endpoint gets work; empty if one does."""
-        return self.missing_weights or super().explain()
-
     @property
     def missing_weights(self) -> str:
         """Why no endpoint has the weights that it should have; empty when one has, or none was asked to load them."""
