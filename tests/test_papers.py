@@ -1,18 +1,24 @@
-"""The papers around the code say what is true of it: licence, version, changelog, rooms, decisions, make targets."""
+"""The papers around the code say what is true of it: licence, version, changelog, rooms, walks, decisions, make targets."""
 
+import importlib
 import re
 import subprocess
 import tomllib
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from orchestrator import __version__
+from orchestrator.config import Config, table_model
+from orchestrator.dispatch.waits import WaitKind
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 CHANGELOG = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+ROOMS = sorted(path.parent.name for path in (ROOT / "orchestrator").glob("*/__init__.py"))
 DECISIONS = sorted((ROOT / "docs" / "decisions").glob("[0-9]*.md"))
 PAGES = [ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs" / "decisions").glob("*.md"))]
 
@@ -62,6 +68,43 @@ def test_links_lead_somewhere(page: Path) -> None:
     links = re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text(encoding="utf-8"))
     relative = [link for link in links if "://" not in link]
     assert [link for link in relative if not (page.parent / link).exists()] == []
+
+
+def test_the_architecture_has_a_paragraph_about_every_room() -> None:
+    """What it owns and what it does not."""
+    told = re.findall(r"(?:^|\. )\*\*(\w+)\*\*", ARCHITECTURE, re.MULTILINE)
+    assert sorted(told) == sorted([*ROOMS, "envs"])
+
+
+def test_the_table_of_waits_has_every_kind_once() -> None:
+    """Whatever a run can wait for has an event, a sender, a bound and a sentence there."""
+    table = ARCHITECTURE.partition("### Everything that is waited for")[2]
+    rows = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| `")]
+    assert [row[0].strip("`") for row in rows] == [kind.value for kind in WaitKind]
+    assert [row[0] for row in rows if len(row) != 6 or not all(row)] == []
+
+
+@pytest.mark.parametrize(
+    "hop", sorted(set(re.findall(rf"`((?:{'|'.join(ROOMS)}|envs)\.[\w.]*\w)`", ARCHITECTURE)))
+)
+def test_every_hop_of_a_walk_is_in_the_code(hop: str) -> None:
+    """A module, class, function or setting of that name is there."""
+    table, _, key = hop.partition(".")
+    field = Config.model_fields.get(table)
+    section = table_model(field.annotation) if field is not None else None
+    assert (section is not None and key in section.model_fields) or _is_in_the_code(hop)
+
+
+def _is_in_the_code(hop: str) -> bool:
+    words = hop.split(".") if hop.startswith("envs.") else ["orchestrator", *hop.split(".")]
+    found: object = importlib.import_module(words[0])
+    for number, word in enumerate(words[1:], start=1):
+        if not hasattr(found, word) and find_spec(".".join(words[: number + 1])) is not None:
+            importlib.import_module(".".join(words[: number + 1]))
+        if not hasattr(found, word):
+            return False
+        found = getattr(found, word)
+    return True
 
 
 def test_every_decision_is_in_the_list() -> None:

@@ -109,6 +109,14 @@ def test_the_map_of_the_code_names_what_there_is() -> None:
             assert list(ROOT.glob(pattern)), f"{pattern} is in the README, but not in the checkout"
 
 
+def test_the_map_of_the_code_leaves_no_room_out() -> None:
+    """Every folder of the package is in the table."""
+    table = README.partition("## Read the code")[2].partition("## Develop")[0]
+    named = {name.strip("/").rpartition("/")[2] for name in re.findall(r"`([\w/]+/)`", table)}
+    rooms = {path.parent.name for path in (ROOT / "orchestrator").glob("*/__init__.py")}
+    assert rooms | {"envs"} == named
+
+
 def example(name: str) -> str:
     """The Python block that says it is the file of that name."""
     (found,) = [block for block in blocks("python") if block.startswith(f"# {name}\n")]

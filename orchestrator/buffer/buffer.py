@@ -98,6 +98,8 @@ class BatchBuffer(Generic[T]):
         self._versions: dict[int, int] = {}  # queued groups of each version
         self._choice: Selection | None = None  # of the queue as it is; None: not known
         self._ready: bool | None = None  # whether there is a batch; None: not known
+        self.revision = 0
+        """Counts every change of what is queued, or of whose minimum holds."""
         for env in self._known or ():
             self._env(env)
         for env, count in minimum_counts(minimums or {}, self.batch_size).items():
@@ -132,6 +134,7 @@ class BatchBuffer(Generic[T]):
                 raise ValueError(f"a group of {size} sequences exceeds the batch of {self.batch_size}")
             lane = self._lane(env, size)
         lane.env.recent.append(size)
+        self.revision += 1
         self._arrivals += 1
         place = self._arrivals * _PLACES
         if self._by_version:
@@ -371,6 +374,7 @@ class BatchBuffer(Generic[T]):
         return items
 
     def _changed(self) -> None:
+        self.revision += 1
         self._choice = None
         self._ready = None
 

@@ -29,7 +29,7 @@ _NEVER = 1 << 60
 
 
 @dataclass(frozen=True, slots=True)
-class Minimums:
+class BatchMinimums:
     """Sequences of every batch, by env, in the order of the shares.
 
     `reachable` is whether any exact batch of whole groups exists; where none does, nothing is lowered.
@@ -64,7 +64,7 @@ def reachable_sums(sizes: Mapping[str, int], limit: int) -> int:
 
 def achievable_minimums(
     shares: Mapping[str, float], group_sizes: Mapping[str, int], batch_size: int
-) -> Minimums:
+) -> BatchMinimums:
     """What whole groups can give of `ceil(share × batch_size)` in one exact batch.
 
     `group_sizes` names every env that can be in a batch, those without a minimum too.
@@ -72,7 +72,7 @@ def achievable_minimums(
     wanted = minimum_counts(shares, batch_size)
     unit = math.gcd(*group_sizes.values())
     if batch_size % unit:
-        return Minimums(batch_size, wanted, dict(wanted), reachable=False)
+        return BatchMinimums(batch_size, wanted, dict(wanted), reachable=False)
     # Every whole group is a multiple of the unit, so that sums are counted in units.
     total = batch_size // unit
     sums = reachable_sums({env: size // unit for env, size in group_sizes.items()}, total)
@@ -88,14 +88,14 @@ def achievable_minimums(
 
     low, high = -1, max(wanted.values(), default=0)
     if not fits(high):  # nothing is wanted any more, so that no exact batch exists
-        return Minimums(batch_size, wanted, dict(wanted), reachable=False)
+        return BatchMinimums(batch_size, wanted, dict(wanted), reachable=False)
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if fits(middle) else (middle, high)
     if high == 0:
-        return Minimums(batch_size, wanted, dict(wanted), reachable=True)
+        return BatchMinimums(batch_size, wanted, dict(wanted), reachable=True)
     kept = _least_lowered(wanted, group_sizes, high, unit, sums, left(high))
-    return Minimums(batch_size, wanted, kept, reachable=True)
+    return BatchMinimums(batch_size, wanted, kept, reachable=True)
 
 
 def _whole(count: int, size: int) -> int:

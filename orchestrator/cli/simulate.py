@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from orchestrator.config import Config, load_config
+from orchestrator.config.domains import domain_of
 from orchestrator.errors import ConfigError
 from orchestrator.mix import STRATEGIES, EnvShare, build_mix, mix_targets
 from orchestrator.mix.delivered import largest_deviation
@@ -90,7 +91,7 @@ def build_scenario(config: Config, args: argparse.Namespace) -> Scenario:
             losses.setdefault(name, 1.0 - numbers.get("acceptance", 1.0))
             if numbers.get("num_tasks"):
                 tasks.setdefault(name, numbers["num_tasks"])
-    targets = mix_targets(_shares(config, tasks), batch_size=config.batch.size)
+    targets = mix_targets(_shares(config, tasks), batch_size=config.batch.size, domains=config.mix.domains)
     try:
         envs = [
             SimEnv(
@@ -224,8 +225,10 @@ def build_strategies(config: Config, scenario: Scenario) -> dict[str, MixBuilder
 
 def _shares(config: Config, tasks: Mapping[str, float]) -> list[EnvShare]:
     shares = []
-    by_tasks = all(env.ratio is None for env in config.train.env)
-    for env in config.train.env:
+    domains = [domain_of(env.label, env.ids, config.domains) for env in config.train.env]
+    for env, domain in zip(config.train.env, domains, strict=True):
+        alone = bool(config.mix.domains) and domains.count(domain) == 1
+        by_tasks = env.ratio is None and not alone
         if by_tasks and env.label not in tasks:
             raise ConfigError(
                 f'env "{env.label}": it has no ratio, and simulate does not start envs to count their tasks; '
@@ -233,7 +236,7 @@ def _shares(config: Config, tasks: Mapping[str, float]) -> list[EnvShare]:
             )
         count = int(tasks[env.label]) if by_tasks else None
         group_size = env.group_size or config.train.group_size
-        shares.append(EnvShare(env.label, env.ratio, count, env.min_batch_allocation, group_size))
+        shares.append(EnvShare(env.label, env.ratio, count, env.min_batch_allocation, group_size, domain))
     return shares
 
 

@@ -10,7 +10,9 @@ from fractions import Fraction
 from typing import Any
 
 from envs.addresses import is_loopback
+from envs.importing import nearest
 from envs.loader import LOADERS
+from orchestrator.config.domains import raw_domain_of, raw_targets
 from orchestrator.config.fitting import find_misfit_warnings, find_misfits
 from orchestrator.config.sections import BreakerConfig
 from orchestrator.config.shapes import Problem
@@ -28,6 +30,7 @@ def find_problems(data: Mapping[str, Any]) -> list[Problem]:
         *_sampling(data),
         *_mix(data),
         *_domains(data),
+        *_domain_targets(data),
         *_endpoints(data),
         *_ranks(data),
         *_exposure(data),
@@ -75,14 +78,20 @@ def _names(data: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def _ratios(data: Mapping[str, Any]) -> Iterator[Problem]:
-    envs = _envs(data, "train")
-    without = [position for position, env in enumerate(envs) if env.get("ratio") is None]
-    if without and len(without) < len(envs):
-        missing = ", ".join(f"train.env[{position}]" for position in without)
-        yield "train.env", f"either every env sets a ratio or none does; missing in {missing}"
-    ratios = [env.get("ratio") for env in envs]
-    if envs and not without and all(isinstance(ratio, (int, float)) and ratio == 0 for ratio in ratios):
-        yield "train.env", "every ratio is 0, so no env could ever be picked"
+    """Envs that are weighed against each other: all of them, or those of each domain where domains have targets."""
+    targets = raw_targets(data)
+    mixed: dict[str, list[tuple[int, Mapping[str, Any]]]] = {}
+    for position, env in enumerate(_envs(data, "train")):
+        mixed.setdefault(raw_domain_of(env, data) if targets else "", []).append((position, env))
+    for domain, envs in mixed.items():
+        of_domain = f' of domain "{domain}"' if targets else ""
+        without = [position for position, env in envs if env.get("ratio") is None]
+        if without and len(without) < len(envs):
+            missing = ", ".join(f"train.env[{position}]" for position in without)
+            yield "train.env", f"either every env{of_domain} sets a ratio or none does; missing in {missing}"
+        ratios = [env.get("ratio") for _, env in envs]
+        if not without and all(isinstance(ratio, (int, float)) and ratio == 0 for ratio in ratios):
+            yield "train.env", f"every ratio{of_domain} is 0, so no env{of_domain} could ever be picked"
 
 
 def _sampling(data: Mapping[str, Any]) -> Iterator[Problem]:
@@ -132,6 +141,25 @@ def _domains(data: Mapping[str, Any]) -> Iterator[Problem]:
     for name in _table(data, "domains"):
         if name in LOADERS:
             yield f"domains.{name}", "a loader has this name already; choose another"
+
+
+def _domain_targets(data: Mapping[str, Any]) -> Iterator[Problem]:
+    """Targets by domain are for the domains of the training envs: for all of them, and for no other."""
+    targets = raw_targets(data)
+    if not targets:
+        return
+    envs = [(position, raw_domain_of(env, data)) for position, env in enumerate(_envs(data, "train"))]
+    there = dict.fromkeys(domain for _, domain in envs if domain)
+    for name in targets:
+        if name not in there:
+            yield f"mix.domains.{name}", f"no train env is of this domain; {nearest(name, there)}"
+    for domain in there:
+        if domain not in targets:
+            names = ", ".join(f"train.env[{position}]" for position, own in envs if own == domain)
+            yield (
+                "mix.domains",
+                f'there is no target for domain "{domain}" ({names}); give every domain one, or none',
+            )
 
 
 def _endpoints(data: Mapping[str, Any]) -> Iterator[Problem]:

@@ -12,9 +12,10 @@ from fractions import Fraction
 from itertools import pairwise
 from typing import Any
 
-from orchestrator.buffer.minimums import Minimums, achievable_minimums, reachable_sums
+from orchestrator.buffer.minimums import BatchMinimums, achievable_minimums, reachable_sums
 from orchestrator.buffer.quotas import apportion
 from orchestrator.buffer.subset_sum import meets, window
+from orchestrator.config.domains import raw_domain_of, raw_targets
 from orchestrator.config.sections import MOST_SEQUENCES, BatchConfig, TrainConfig
 from orchestrator.config.shapes import Problem
 from orchestrator.mix.strategy import MixError
@@ -32,6 +33,7 @@ class _Env:
     group_size: int
     minimum: float
     ratio: float | None
+    domain: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,16 @@ class _Plan:
     waits_for_quotas: bool
     min_valid: int | None
     envs: list[_Env]
+    domains: dict[str, float]
+    """Targets by domain; empty where there are none."""
+
+    @property
+    def mixed(self) -> list[list[float | None]]:
+        """The ratios of envs that are weighed against each other."""
+        found: dict[str, list[float | None]] = {}
+        for env in self.envs:
+            found.setdefault(env.domain if self.domains else "", []).append(env.ratio)
+        return list(found.values())
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -107,14 +119,17 @@ def _whole_groups(plan: _Plan, targets: Mapping[str, float] | None) -> Iterator[
 
 def _targets(plan: _Plan) -> dict[str, float] | None:
     """The mix targets, None where they depend on how many tasks there are; MixError where there are none."""
-    ratios = [env.ratio for env in plan.envs]
-    if (None in ratios and any(ratio is not None for ratio in ratios)) or not any(
-        ratio is None or ratio > 0 for ratio in ratios
-    ):
-        return None  # reported as a problem of the ratios
-    shares = [EnvShare(env.name, env.ratio, 1, env.minimum, env.group_size) for env in plan.envs]
-    targets = mix_targets(shares, batch_size=plan.size)
-    return None if None in ratios else dict(zip((env.name for env in plan.envs), targets, strict=True))
+    for ratios in plan.mixed:
+        if (None in ratios and any(ratio is not None for ratio in ratios)) or not any(
+            ratio is None or ratio > 0 for ratio in ratios
+        ):
+            return None  # reported as a problem of the ratios
+    if plan.domains and any(env.domain not in plan.domains for env in plan.envs):
+        return None  # reported as a problem of the domains
+    shares = [EnvShare(env.name, env.ratio, 1, env.minimum, env.group_size, env.domain) for env in plan.envs]
+    targets = mix_targets(shares, batch_size=plan.size, domains=plan.domains)
+    counted = any(None in ratios and (len(ratios) > 1 or not plan.domains) for ratios in plan.mixed)
+    return None if counted else dict(zip((env.name for env in plan.envs), targets, strict=True))
 
 
 def _meets_quotas(plan: _Plan, targets: Mapping[str, float]) -> bool:
@@ -161,7 +176,7 @@ def find_misfit_warnings(data: Mapping[str, Any]) -> Iterator[Problem]:
         yield "batch.on_stuck", f"a full queue can wait for a group of another size ({reason})"
 
 
-def _why_out_of_reach(plan: _Plan, minimums: Minimums | None) -> str:
+def _why_out_of_reach(plan: _Plan, minimums: BatchMinimums | None) -> str:
     if plan.shrinks:
         return f"groups of {plan.listed()} may have down to {plan.min_valid} rollouts"
     if minimums is not None and not minimums.reachable:
@@ -183,18 +198,18 @@ def _always_fits(plan: _Plan) -> bool:
     return not plan.shrinks and all(larger % smaller == 0 for smaller, larger in pairwise(chain))
 
 
-def _achievable(plan: _Plan) -> Minimums:
+def _achievable(plan: _Plan) -> BatchMinimums:
     shares = {env.name: env.minimum for env in plan.envs if env.minimum and env.ratio != 0}
     return achievable_minimums(shares, plan.sizes, plan.size)
 
 
-def batch_minimums(batch: BatchConfig, train: TrainConfig) -> Minimums:
+def batch_minimums(batch: BatchConfig, train: TrainConfig) -> BatchMinimums:
     """The minimums of every batch of sequences; lowered to what whole groups can give where none is split."""
     shares = {env.label: env.min_batch_allocation for env in train.env if env.min_batch_allocation}
     sizes = {env.label: env.group_size or train.group_size for env in train.env if env.ratio != 0}
     found = achievable_minimums(shares, sizes, batch.size)
     if batch.splits or batch.unit != "sequences":
-        return Minimums(batch.size, found.wanted, dict(found.wanted), reachable=found.reachable)
+        return BatchMinimums(batch.size, found.wanted, dict(found.wanted), reachable=found.reachable)
     return found
 
 
@@ -223,6 +238,7 @@ def _read(data: Mapping[str, Any]) -> _Plan | None:
                     group_size=group_size,
                     minimum=_number(env.get("min_batch_allocation"), most=1) or 0.0,
                     ratio=_number(env.get("ratio")),
+                    domain=raw_domain_of(env, data),
                 )
             )
     return _Plan(
@@ -232,6 +248,7 @@ def _read(data: Mapping[str, Any]) -> _Plan | None:
         waits_for_quotas=batch.get("on_starved") == "wait",
         min_valid=_whole(dispatch.get("min_valid")),
         envs=envs,
+        domains=raw_targets(data),
     )
 
 

@@ -101,6 +101,12 @@ class BreakerConfig(Section):
     """Reports after which a result has lost two thirds of its weight in the recent acceptance."""
 
 
+def _no_truth(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise PydanticCustomError("not_a_number", "Input should be a number")
+    return value
+
+
 def _breaker_table(value: Any) -> Any:
     return {"enabled": value} if isinstance(value, bool) else value
 
@@ -118,6 +124,10 @@ class MixConfig(Section):
     window (300: rollouts of an env after which a measurement has lost two thirds of its weight). adaptive has warmup
     (50: accepted rollouts before it corrects). weighted_random and weighted_round_robin have none. A strategy of your
     own gets what its constructor names. A table breaker = {…} or breaker = false here is read as [mix.breaker]."""
+    domains: dict[str, Annotated[float, Field(gt=0), BeforeValidator(_no_truth)]] = {}
+    """Share of each domain in the mix, for example { math = 0.6, code = 0.4 }; the ratio of an env is then its share
+    within its domain. Empty: envs are weighed against each other. The domain of an env is what stands before "::" in its
+    ids where a [domains.NAME] table has that name, else the env's own name."""
     breaker: Annotated[BreakerConfig, BeforeValidator(_breaker_table)] = BreakerConfig()
 
     def arguments(self) -> dict[str, Any]:
@@ -223,7 +233,8 @@ class TrainEnvSection(EnvSection):
     """A training environment; its settings override those of [train]."""
 
     ratio: Annotated[float, Field(ge=0)] | None = None
-    """Share in the mix; all envs set one or none does (then the number of tasks counts)."""
+    """Share in the mix, or in its domain where [mix.domains] has targets; all envs set one or none does (then the number
+    of tasks counts)."""
     min_batch_allocation: Share = 0.0
     """At least this share of every batch: ceil(share x batch.size) sequences. Kept by splitting groups where whole
     ones do not fit; with batch.on_stuck = "wait" lowered to what whole groups can give, and said so."""

@@ -108,6 +108,7 @@ class Dispatcher:
     def fail(self, attempt: Attempt, kind: str, *, retryable: bool, now: float) -> None:
         """An attempt failed; it is tried again when that may help and attempts are left."""
         if not attempt.ended:
+            kind = self.ledger.kind(attempt.group.lane, attempt.group.env, kind)
             self._end(attempt, Outcome.FAILED, kind)
             self._again_or_failed(attempt, kind, retryable=retryable, now=now)
 
@@ -379,6 +380,7 @@ class Dispatcher:
     def _expire(self, now: float) -> None:
         for attempt in self.flight.overdue_attempts(now):
             self._out.append(CancelAttempt(attempt))
+            self._placement.note_failure(attempt.endpoint, "timed_out")
             self._end(attempt, Outcome.TIMED_OUT)
             self._again_or_failed(attempt, "timed_out", retryable=True, now=now)
         for group in self.flight.overdue_groups(now):

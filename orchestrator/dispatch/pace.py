@@ -61,12 +61,15 @@ class Pace:
         self._by_env: Counter[str] = Counter()
         self.reserved = 0
         """What open groups are expected to yield."""
+        self.revision = 0
+        """Counts every change of what is open."""
 
     def opened(self, env: str, version: int, size: int) -> None:
         """A group of `size` expected is under way."""
         self._open[env, version] += size
         self._by_env[env] += size
         self.reserved += size
+        self.revision += 1
 
     def closed(self, env: str, version: int, size: int) -> None:
         """That group ended, however."""
@@ -75,6 +78,7 @@ class Pace:
             del self._open[env, version]
         self._by_env[env] -= size
         self.reserved -= size
+        self.revision += 1
 
     @property
     def coming(self) -> Mapping[str, int]:

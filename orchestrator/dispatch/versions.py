@@ -63,6 +63,11 @@ class Versions:
             return 0
         return self._history[at] if at < len(self._history) else self.published + 1 + at - len(self._history)
 
+    @property
+    def revision(self) -> tuple[int, int, int, int]:
+        """Differs whenever anything in the book does."""
+        return self.formed, self.trained, self.serving, self.published
+
     def state_dict(self) -> dict[str, Any]:
         """What a later process needs; steps are the journal's to know."""
         return {"published": list(self._history), "serving": self.serving}

@@ -1,6 +1,6 @@
 """What is known and remembered about a run: `facts` is told and remembers, `status` is what it looks like. Pure."""
 
 from orchestrator.facts.facts import Facts
-from orchestrator.facts.status import EndpointStatus, EnvStatus, Status, WaitStatus
+from orchestrator.facts.status import DomainStatus, EndpointStatus, EnvStatus, Status, WaitStatus, by_domain
 
-__all__ = ["EndpointStatus", "EnvStatus", "Facts", "Status", "WaitStatus"]
+__all__ = ["DomainStatus", "EndpointStatus", "EnvStatus", "Facts", "Status", "WaitStatus", "by_domain"]

@@ -3,22 +3,28 @@
 `orchestrator.run.status` fills it in; nothing is counted here.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
 
 class WaitStatus(msgspec.Struct):
-    """One thing that is waited for; `seconds` until time ends the wait, None where an event must."""
+    """One thing that is waited for; `seconds` until time ends the wait, None where an event must.
+
+    `remedy` is what to change if it lasts.
+    """
 
     kind: str
     text: str
     seconds: float | None
+    remedy: str = ""
 
 
 class EnvStatus(msgspec.Struct):
     """One training env now."""
 
+    domain: str
     target: float
     actual: float
     recent: float
@@ -38,6 +44,25 @@ class EnvStatus(msgspec.Struct):
     minimum: int
     minimum_waived: str
     dropped: dict[str, int]
+
+    @property
+    def failed(self) -> int:
+        """Rollouts that ended in any other way than well."""
+        return self.dispatched - self.completed - self.inflight
+
+
+class DomainStatus(msgspec.Struct):
+    """The envs of one domain together."""
+
+    envs: list[str]
+    target: float
+    actual: float
+    recent: float
+    emitted: int
+    inflight: int
+    completed: int
+    failed: int
+    reward: float | None
 
 
 class EndpointStatus(msgspec.Struct):
@@ -73,11 +98,37 @@ class Status(msgspec.Struct):
     outcomes: dict[str, int]
     failures: dict[str, int]
     envs: dict[str, EnvStatus]
+    domains: dict[str, DomainStatus]
     endpoints: list[EndpointStatus]
     evals: list[dict[str, Any]]
     staleness: dict[str, float]
     refused: str
+    notes: list[str]
     minimums_waived: int
     loop_lag_p99_s: float
     journal_backlog_bytes: int
     seconds: float
+
+
+def by_domain(envs: Mapping[str, EnvStatus]) -> dict[str, DomainStatus]:
+    """Envs summed up by domain, in the order of the first env of each; rewards weighted by the envs' targets."""
+    members: dict[str, list[str]] = {}
+    for name, env in envs.items():
+        members.setdefault(env.domain, []).append(name)
+    return {domain: _together(names, [envs[name] for name in names]) for domain, names in members.items()}
+
+
+def _together(names: list[str], envs: list[EnvStatus]) -> DomainStatus:
+    known = [(env.target, env.reward) for env in envs if env.reward is not None]
+    weight = sum(target for target, _ in known)
+    return DomainStatus(
+        envs=names,
+        target=sum(env.target for env in envs),
+        actual=sum(env.actual for env in envs),
+        recent=sum(env.recent for env in envs),
+        emitted=sum(env.emitted for env in envs),
+        inflight=sum(env.inflight for env in envs),
+        completed=sum(env.completed for env in envs),
+        failed=sum(env.failed for env in envs),
+        reward=sum(target * reward for target, reward in known) / weight if weight else None,
+    )

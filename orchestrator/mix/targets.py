@@ -1,11 +1,12 @@
 """From what the configuration says about each env to the targets of the mix.
 
-Shares come from the ratios if every env has one, else from the numbers of tasks. Then each env whose minimum
-share of a batch is above its share is raised to it, and the others keep their proportions in what is left.
+Shares come from the ratios if every env has one, else from the numbers of tasks. Where targets are given by domain, each
+domain's share is divided among its envs in that way. Then each env whose minimum share of a batch is above its share is
+raised to it, and the others keep their proportions in what is left.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -17,6 +18,7 @@ class EnvShare:
     """What decides an env's target. `num_tasks` is None for an env that generates tasks without end.
 
     `group_size` matters for minimums: an env with groups of 4 gives 8 where 7 sequences are its minimum.
+    `domain` matters where targets are given by domain.
     """
 
     name: str
@@ -24,15 +26,20 @@ class EnvShare:
     num_tasks: int | None = None
     min_batch_allocation: float | Fraction = 0.0
     group_size: int = 1
+    domain: str = ""
 
 
-def mix_targets(envs: Sequence[EnvShare], *, batch_size: int | None = None) -> list[float]:
+def mix_targets(
+    envs: Sequence[EnvShare], *, batch_size: int | None = None, domains: Mapping[str, float] | None = None
+) -> list[float]:
     """The targets, in the order of the envs, summing to 1; MixError where the configuration gives none.
 
+    With `domains`, a target for each, an env's ratio (or number of tasks) counts within its domain alone.
     With a batch size, a minimum counts as the whole number of sequences that it demands of every batch, and as the
     whole groups that these are where all of them fit: what is delivered beyond a target would only wait and grow old.
     """
-    shares = normalised([env.name for env in envs], _weights(envs))
+    names = [env.name for env in envs]
+    shares = _shares_by_domain(envs, domains) if domains else normalised(names, _weights(envs))
     minimums = [_minimum(env, batch_size) for env in envs]
     for env, share, minimum in zip(envs, shares, minimums, strict=True):
         if minimum > 0 and share == 0:
@@ -49,9 +56,29 @@ def mix_targets(envs: Sequence[EnvShare], *, batch_size: int | None = None) -> l
                 f"the minimums fill the whole batch and leave nothing for {', '.join(left_out)}; "
                 "lower min_batch_allocation or set the ratio of those envs to 0"
             )
-        return list(normalised([env.name for env in envs], minimums))
+        return list(normalised(names, minimums))
     whole = [_whole_groups(env, minimum, batch_size) for env, minimum in zip(envs, minimums, strict=True)]
     return _raised(shares, whole if sum(whole) < 1 else minimums)
+
+
+def _shares_by_domain(envs: Sequence[EnvShare], domains: Mapping[str, float]) -> list[float]:
+    """Each domain's share, divided among its envs; an env that is alone in its domain has all of it."""
+    members: dict[str, list[EnvShare]] = {}
+    for env in envs:
+        members.setdefault(env.domain, []).append(env)
+    for domain, inside in members.items():
+        if domain not in domains:
+            raise MixError(f'env "{inside[0].name}": its domain "{domain}" has no target in [mix.domains]')
+    found: dict[str, float] = {}
+    whole = normalised(list(members), [domains[domain] for domain in members])
+    for (domain, inside), share in zip(members.items(), whole, strict=True):
+        lone = len(inside) == 1 and inside[0].ratio is None
+        try:
+            parts = normalised([env.name for env in inside], [1.0] if lone else _weights(inside))
+        except MixError as error:
+            raise MixError(f'domain "{domain}": {error}') from None
+        found |= {env.name: share * part for env, part in zip(inside, parts, strict=True)}
+    return [found[env.name] for env in envs]
 
 
 def _whole_groups(env: EnvShare, minimum: float, batch_size: int | None) -> float:

@@ -16,7 +16,7 @@ from orchestrator.groups.group import Group
 from orchestrator.mix import build_mix
 from orchestrator.run.evaluation import EvaluationRun
 from orchestrator.run.parts import Parts
-from orchestrator.run.ports import Journal, Offer, Pool, TrainPort
+from orchestrator.run.ports import Offer, Pool, RunJournal, TrainPort
 from orchestrator.run.run import Run
 from orchestrator.run.settings import BatchSettings, EvalEnvSettings, Limits, RunSettings, TrainEnvSettings
 from orchestrator.sinks.barren import Barren
@@ -32,7 +32,7 @@ def build_run(
     train: Mapping[str, TrainPort],
     evals: Mapping[str, EnvPort],
     pool: Pool,
-    journal: Journal,
+    journal: RunJournal,
     offer: Offer,
     now: float,
 ) -> Run:
@@ -73,7 +73,6 @@ def build_run(
         keep_equal_rewards=settings.keep_equal_rewards,
         # A group that is split is recorded anew, so it must still have all of itself.
         keep_transcripts=batch.on_stuck == "split" and batch.unit == "sequences",
-        available=lambda: [name for name, port in train.items() if port.available],
         offer=offer,
     )
     rules = {name: _env_rules(train[name], env.limits, env) for name, env in envs.items()}

@@ -24,12 +24,14 @@ class Minimums:
         """Envs whose minimum does not hold, and why."""
         self.times_waived = 0
 
-    def refresh(self) -> None:
-        """Bring every env's minimum up to date."""
+    def refresh(self, available: frozenset[str]) -> None:
+        """Bring every env's minimum up to date; `available` has a server."""
         parts = self._parts
         quarantined = parts.mix.quarantined
-        for name, port in parts.train.items():
-            why = "" if port.available else "it has no ready server"
+        if not self.waived and not quarantined and len(available) == len(parts.train):
+            return
+        for name in parts.train:
+            why = "" if name in available else "it has no ready server"
             if not why and name in quarantined:
                 why = "it yields next to nothing and is quarantined"
             if name in self._waits:

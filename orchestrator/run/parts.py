@@ -11,7 +11,7 @@ from orchestrator.dispatch.versions import Versions
 from orchestrator.facts import Facts
 from orchestrator.groups.group import Group
 from orchestrator.mix import CircuitBreaker
-from orchestrator.run.ports import Journal, Pool, TrainPort
+from orchestrator.run.ports import Pool, RunJournal, TrainPort
 from orchestrator.sinks.eval_sink import EvalSink
 from orchestrator.sinks.train_sink import TrainSink
 from orchestrator.tasks.evaluations import Evaluations
@@ -24,7 +24,7 @@ class Parts:
 
     train: Mapping[str, TrainPort]
     pool: Pool
-    journal: Journal
+    journal: RunJournal
     versions: Versions
     ledger: Ledger
     mix: CircuitBreaker

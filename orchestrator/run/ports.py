@@ -49,12 +49,11 @@ class Pool(Placement, Protocol):
     @property
     def endpoints(self) -> Sequence[EndpointFacts]: ...
     def note_success(self, endpoint: Any) -> None: ...
-    def note_failure(self, endpoint: Any, kind: str) -> None: ...
     def explain(self) -> str:
         """Why no inference server is in service; empty while one is."""
 
 
-class Journal(Record, Protocol):
+class RunJournal(Record, Protocol):
     """The record that survives a crash."""
 
     @property

@@ -38,7 +38,7 @@ class Recovery(Protocol):
     def empty(self) -> bool: ...
 
 
-class Weights:
+class JournaledWeights:
     """What the journal says about versions: those published, the last one loaded, and where each lies."""
 
     def __init__(self, state: Mapping[str, Any]) -> None:
@@ -51,7 +51,9 @@ class Weights:
         self.trained: int = self.state["trained"]
 
 
-def resume(run: Run, recovered: Recovery, weights: Weights, evals: Iterable[Mapping[str, Any]]) -> None:
+def resume(
+    run: Run, recovered: Recovery, weights: JournaledWeights, evals: Iterable[Mapping[str, Any]]
+) -> None:
     """Continue where an earlier process of the run ended; before `Run.start`."""
     parts = run.parts
     # A version is published before its step is acknowledged, so more steps may be trained on than acknowledged.

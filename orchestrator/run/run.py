@@ -65,6 +65,9 @@ class Run:
         self.minimums = Minimums(settings, parts)
         self._patience = Patience(parts.dispatcher.flight, {env.name: env.limits for env in settings.train})
         self._out: list[RunInstruction] = []
+        self.held_until: float | None = None
+        """When the group that holds the next batch back is given up."""
+        self._formed_from: tuple[object, ...] = ()
 
     # --- what happens ------------------------------------------------------------------------------------------------
 
@@ -84,6 +87,8 @@ class Run:
             parts.pool.note_success(attempt.endpoint)
             group = attempt.group
             group.version_end = max(group.version_end, attempt.endpoint.version_newest)
+            if group.lane is Lane.TRAIN:
+                parts.sink.saw(group.env, result)
         parts.dispatcher.finish(attempt, result, now)
         self._absorb(now)
 
@@ -156,6 +161,7 @@ class Run:
     def stop(self, now: float) -> None:
         """Open nothing new and form nothing more; what is in flight may still end."""
         self.state = RunState.DRAINING
+        self.parts.evaluations.stop()
 
     def end(self, why: str) -> None:
         """The run is over; the first reason counts."""
@@ -175,11 +181,6 @@ class Run:
         return self.parts.versions.serving
 
     @property
-    def held_until(self) -> float | None:
-        """When the group that holds the next batch back is given up."""
-        return self._patience.ends_at(self.parts.sink.held)
-
-    @property
     def idle(self) -> bool:
         """Whether no group is open."""
         return not self.parts.dispatcher.flight.busy
@@ -191,15 +192,16 @@ class Run:
         parts = self.parts
         if self.state is RunState.RUNNING:
             self._report_quarantines(now)
-            self.minimums.refresh()
-            self._form(now)
+            available = frozenset(name for name, port in parts.train.items() if port.available)
+            self.minimums.refresh(available)
+            self._form(now, available)
             self._evaluate(now)
         more = parts.dispatcher.advance(now, at_most=at_most)
         absorbed = self._absorb(now)
         if self.state is RunState.RUNNING:
             if parts.sink.stuck and not parts.pace.reserved and not absorbed:
                 # Nothing in flight could make the batch exact, and nothing more may start.
-                self._form(now, at_once=True)
+                self._form(now, available, at_once=True)
             if parts.sink.finished and parts.pace.reserved:
                 # Nothing that is in flight could be trained on any more.
                 parts.dispatcher.abandon("run_complete", lanes=(Lane.TRAIN,))
@@ -233,17 +235,30 @@ class Run:
             return Wait(WaitKind.JOURNAL, f"the disk ({backlog >> 20} MiB are not written yet)")
         return None
 
-    def _form(self, now: float, *, at_once: bool = False) -> None:
+    def _form(self, now: float, available: frozenset[str], *, at_once: bool = False) -> None:
+        """Form what can be; nothing is looked at again unless something changed or a time has come."""
         parts = self.parts
+        seen = (parts.buffer.revision, parts.pace.revision, parts.versions.revision, available, at_once)
+        due = min((at for at in (parts.buffer.split_at, self.held_until) if at is not None), default=None)
+        if seen == self._formed_from and (due is None or now < due):
+            return
         before = parts.versions.formed
-        parts.sink.form(now, at_once=at_once)
+        parts.sink.form(now, available, at_once=at_once)
         overdue = self._patience.overdue(parts.sink.held, now)
         while overdue is not None:
             log.warning("group.overdue", task=overdue.task.key, seconds=round(now - overdue.opened, 1))
             parts.dispatcher.drop(overdue, "overdue", again=True)
             self._absorb(now)
-            parts.sink.form(now, at_once=at_once)
+            parts.sink.form(now, available, at_once=at_once)
             overdue = self._patience.overdue(parts.sink.held, now)
+        self.held_until = self._patience.ends_at(parts.sink.held)
+        self._formed_from = (
+            parts.buffer.revision,
+            parts.pace.revision,
+            parts.versions.revision,
+            available,
+            at_once,
+        )
         if parts.versions.formed > before:
             self.progressed = now
 

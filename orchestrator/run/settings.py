@@ -22,7 +22,8 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainEnvSettings:
-    """One training env. `target` is its share of the mix, `minimum` the least share of every batch."""
+    """One training env. `target` is its share of the mix, `minimum` the least share of every batch, `domain` what it
+    counts towards in the status (its own name when empty)."""
 
     name: str
     split: str
@@ -30,6 +31,7 @@ class TrainEnvSettings:
     target: float
     group_size: int
     limits: Limits
+    domain: str = ""
     minimum: float | Fraction = 0.0
     on_unmet_minimum: Literal["waive", "wait"] = "waive"
     max_inflight: int | None = None

@@ -3,29 +3,39 @@
 Put together from what the parts of the run know; nothing is counted here.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from orchestrator.dispatch.ledger import Lane, Outcome
-from orchestrator.facts import EndpointStatus, EnvStatus, Status, WaitStatus
+from orchestrator.dispatch.waits import Wait
+from orchestrator.facts import EndpointStatus, EnvStatus, Status, WaitStatus, by_domain
 from orchestrator.run.run import Run
 from orchestrator.run.waits import describe, find_waits
 
 
-def build_status(run: Run, now: float, *, loop_lag_p99_s: float = 0.0) -> Status:
-    """The run at this moment."""
+def build_status(
+    run: Run,
+    now: float,
+    *,
+    loop_lag_p99_s: float = 0.0,
+    waits: Sequence[Wait] = (),
+    notes: Sequence[str] = (),
+) -> Status:
+    """The run at this moment; `waits` and `notes` are what others than the run know."""
     parts = run.parts
     facts, versions = parts.facts, parts.versions
-    waits = find_waits(run, now)
+    found, envs = [*find_waits(run, now), *waits], _env_statuses(run, now)
     return Status(
         state=run.state.value,
-        waiting_for=describe(waits),
+        waiting_for=describe(found),
         waits=[
             WaitStatus(
                 wait.kind.value,
                 wait.text,
                 None if wait.until is None else max(0.0, round(wait.until - now, 3)),
+                wait.remedy,
             )
-            for wait in waits
+            for wait in found
         ],
         step=versions.formed,
         max_steps=run.settings.max_steps,
@@ -43,13 +53,15 @@ def build_status(run: Run, now: float, *, loop_lag_p99_s: float = 0.0) -> Status
         buffer=parts.sink.explain(),
         outcomes=parts.ledger.totals(Lane.TRAIN),
         failures=facts.failures(),
-        envs=_env_statuses(run, now),
+        envs=envs,
+        domains=by_domain(envs),
         endpoints=[
             EndpointStatus(e.url, e.healthy, e.inflight, e.version, e.error) for e in parts.pool.endpoints
         ],
         evals=parts.eval_sink.results[-20:],
         staleness=facts.staleness_numbers(),
         refused=run.refused,
+        notes=list(notes),
         minimums_waived=run.minimums.times_waived,
         loop_lag_p99_s=loop_lag_p99_s,
         journal_backlog_bytes=parts.journal.backlog_bytes,
@@ -69,10 +81,12 @@ def _env_statuses(run: Run, now: float) -> dict[str, EnvStatus]:
     for lane, name, outcome, _, n in parts.ledger.rows():
         if lane is Lane.TRAIN and outcome is Outcome.COMPLETED and name in completed:
             completed[name] += n
+    domains = {env.name: env.domain or env.name for env in run.settings.train}
     statuses = {}
     for name, port in parts.train.items():
         mine, facts = numbers[name], parts.facts.envs[name]
         statuses[name] = EnvStatus(
+            domain=domains[name],
             target=mine.configured,
             actual=shares[name],
             recent=recent[name],
@@ -104,6 +118,7 @@ def diagnose(run: Run, now: float) -> dict[str, Any]:
     return {
         "waiting_for": describe(waits),
         "waits": {wait.kind.value: wait.text for wait in waits},
+        "remedies": [wait.remedy for wait in waits if wait.remedy],
         "buffer": parts.sink.explain(),
         "inflight": parts.ledger.total_inflight,
         "oldest_rollout": None
@@ -132,6 +147,7 @@ def build_summary(run: Run, end: str, now: float) -> dict[str, Any]:
         "last_reward": status.reward,
         "envs": {
             name: {
+                "domain": env.domain,
                 "first_reward": env.first_reward,
                 "last_reward": env.reward,
                 "target_share": env.target,

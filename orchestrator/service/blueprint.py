@@ -14,8 +14,9 @@ from envs.adapters.domains import Domain, Routed, route
 from envs.curve import KeyFileError, ServerKeys, read_client_keys, read_key, read_pair
 from envs.errors import EnvironmentLoadError
 from envs.loader import LOADERS, parse_id
-from orchestrator.buffer.minimums import Minimums
+from orchestrator.buffer.minimums import BatchMinimums
 from orchestrator.config import Config
+from orchestrator.config.domains import domain_of
 from orchestrator.config.fitting import batch_minimums
 from orchestrator.config.sections import EnvSection
 from orchestrator.dispatch.ports import Rules
@@ -83,7 +84,7 @@ def _trial_mix(config: Config) -> CircuitBreaker:
     )
 
 
-def build_minimums(config: Config) -> Minimums:
+def build_minimums(config: Config) -> BatchMinimums:
     """What every batch has at least of each env: as configured, or lowered to what whole groups can give."""
     return batch_minimums(config.batch, config.train)
 
@@ -272,6 +273,7 @@ def build_settings(config: Config, train: TrainEnvs, evals: EvalEnvs) -> RunSett
             TrainEnvSettings(
                 name=name,
                 split=env.spec.split,
+                domain=domain_of(section.label, section.ids, config.domains),
                 num_tasks=env.num_tasks,
                 target=targets[name],
                 group_size=env.settings.group_size,
@@ -340,11 +342,12 @@ def build_targets(config: Config, envs: TrainEnvs) -> dict[str, float]:
             num_tasks=env.num_tasks,
             min_batch_allocation=env.settings.min_batch_allocation,
             group_size=env.settings.group_size,
+            domain=domain_of(section.label, section.ids, config.domains),
         )
-        for env in envs.values()
+        for env, section in zip(envs.values(), config.train.env, strict=True)
     ]
     size = config.batch.size if config.batch.unit == "sequences" else None
-    return dict(zip(envs, mix_targets(shares, batch_size=size), strict=True))
+    return dict(zip(envs, mix_targets(shares, batch_size=size, domains=config.mix.domains), strict=True))
 
 
 def inference_urls(config: Config, children: LocalChildren) -> list[str]:

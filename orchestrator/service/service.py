@@ -18,7 +18,7 @@ from typing import Any
 
 import structlog
 
-from orchestrator.config import Config
+from orchestrator.config import Config, find_warnings
 from orchestrator.env_servers.env import EvalEnvs, TrainEnvs, side_by_side
 from orchestrator.errors import JournalError, OrchestratorError
 from orchestrator.facts import Status
@@ -26,15 +26,16 @@ from orchestrator.inference import InferencePool
 from orchestrator.journal import Journal, JournalReader
 from orchestrator.local.children import LocalChildren
 from orchestrator.run.build import build_run
-from orchestrator.run.resume import Weights, resume
+from orchestrator.run.resume import JournaledWeights, resume
 from orchestrator.run.run import Run, RunState
-from orchestrator.run.status import build_status, build_summary, diagnose
+from orchestrator.run.status import build_summary, diagnose
 from orchestrator.service import blueprint
 from orchestrator.service.driver import Driver
-from orchestrator.service.health import LoopLag, Watchdog
+from orchestrator.service.front import Front
+from orchestrator.service.health import Watchdog
 from orchestrator.service.weights import VersionChecks, WeightLoader
 from orchestrator.service.wiring import (
-    Evaluations,
+    EvaluationFile,
     Offers,
     build_batch_server,
     join_shells,
@@ -45,7 +46,6 @@ from orchestrator.trainer_link.encoding import check_shares
 from orchestrator.trainer_link.server import BatchServer
 from orchestrator.trainer_link.versions import POLL_S, VersionWatcher
 from orchestrator.views.http import build_app, serve_http
-from orchestrator.views.metrics import render_metrics
 
 log = structlog.get_logger()
 
@@ -72,7 +72,7 @@ class Service:
     loader: WeightLoader
     http_address: str | None
     journal_failed: asyncio.Future[JournalError]
-    lag: LoopLag
+    front: Front
     stop: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -82,7 +82,7 @@ class Service:
 
     def status(self) -> Status:
         """The run at this moment."""
-        return _status(self.driver, self.lag)
+        return self.front.read(self.driver)
 
     async def serve(self, *beside: Coroutine[Any, Any, None]) -> str:
         """Run every part until the end; returns why it came. `beside` runs as long."""
@@ -101,7 +101,7 @@ class Service:
             self.driver.drive(),
             self.loader.run(self.driver),
             self.checks.run(),
-            self.lag.run(),
+            self.front.lag.run(),
             watchdog.run(),
             self.pool.run(),
             self.train.run(),
@@ -203,15 +203,14 @@ async def start_service(config: Config, *, fresh: bool = False) -> AsyncIterator
     async with AsyncExitStack() as stack:
         failed: asyncio.Future[JournalError] = asyncio.get_running_loop().create_future()
         journal = await stack.enter_async_context(open_journal(config, fresh, failed))
-        lag = LoopLag()
-        front = _Front(lag)
+        front = Front(notes=[f"{path}: {warning}" for path, warning in find_warnings(config.model_dump())])
         http_address = await _serve_http(config, stack, front)
         recovered = journal.recover(world_size=config.trainer.world_size)
         check_shares(
             [batch for batch in recovered.batches if batch.step not in recovered.acknowledged],
             config.trainer.world_size,
         )
-        weights = Weights(recovered.state)
+        weights = JournaledWeights(recovered.state)
         children = await stack.enter_async_context(LocalChildren(config.run_dir))
         pool = await stack.enter_async_context(
             blueprint.build_pool(
@@ -241,7 +240,7 @@ async def start_service(config: Config, *, fresh: bool = False) -> AsyncIterator
         )
         with JournalReader(config.run_dir) as reader:
             resume(run, recovered, weights, reader.evals())
-        results = Evaluations(config.run_dir)
+        results = EvaluationFile(config.run_dir)
         results.rewrite(run.parts.eval_sink.results)
         checks, loader = VersionChecks(pool), WeightLoader(pool)
         driver = Driver(
@@ -255,14 +254,12 @@ async def start_service(config: Config, *, fresh: bool = False) -> AsyncIterator
         join_shells(driver, pool=pool, loader=loader, journal=journal)
         for env in (*train.values(), *evals.values()):
             env.on_free = driver.wake
-        server = build_batch_server(
-            config, driver, journal, recovered, version=weights.published, check_version=checks.ask
-        )
+        server = build_batch_server(config, driver, journal, recovered, check_version=checks.ask)
         offers.server = server
         offers.recovered(recovered)
         await stack.enter_async_context(server)
         stack.callback(driver.close)
-        front.driver = driver
+        front.enter(driver, server, world_size=config.trainer.world_size)
         stack.callback(front.leave)
         if config.local is not None and config.local.trainer:
             children.start_trainer(
@@ -288,7 +285,7 @@ async def start_service(config: Config, *, fresh: bool = False) -> AsyncIterator
             loader=loader,
             http_address=http_address,
             journal_failed=failed,
-            lag=lag,
+            front=front,
         )
 
 
@@ -309,31 +306,7 @@ async def _wait_ready(children: LocalChildren, waits: Sequence[Coroutine[Any, An
         await asyncio.wait([watch, ready])
 
 
-class _Front:
-    """What HTTP shows: the run, once there is one."""
-
-    def __init__(self, lag: LoopLag) -> None:
-        self.driver: Driver[Run] | None = None
-        self._lag = lag
-
-    def leave(self) -> None:
-        self.driver = None
-
-    def status(self) -> Status | None:
-        return None if self.driver is None else _status(self.driver, self._lag)
-
-    def metrics(self) -> bytes:
-        driver = self.driver
-        if driver is None:
-            return b""
-        return render_metrics(lambda: _status(driver, self._lag), driver.run.parts.ledger)
-
-
-def _status(driver: Driver[Run], lag: LoopLag) -> Status:
-    return build_status(driver.run, driver.clock(), loop_lag_p99_s=lag.percentile(0.99))
-
-
-async def _serve_http(config: Config, stack: AsyncExitStack, front: _Front) -> str | None:
+async def _serve_http(config: Config, stack: AsyncExitStack, front: Front) -> str | None:
     """Serve from the very start, so that a port in use is found at once."""
     if not config.http.enabled:
         return None

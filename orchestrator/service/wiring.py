@@ -63,7 +63,7 @@ def note_identity(config: Config, journal: Journal, train: TrainEnvs) -> None:
     journal.set_identity(now)
 
 
-class Evaluations:
+class EvaluationFile:
     """The file of evaluation results: written anew at the start, so that it says what the journal says."""
 
     def __init__(self, run_dir: Path) -> None:
@@ -111,7 +111,6 @@ def build_batch_server(
     journal: Journal,
     recovered: Recovered,
     *,
-    version: int,
     check_version: Callable[[int, str | None, Callable[[str], None]], None],
 ) -> BatchServer:
     """The trainer link, not open yet."""
@@ -125,7 +124,7 @@ def build_batch_server(
         run=journal.run_id,
         keep=config.trainer.keep_batches,
         last_step=recovered.last_acknowledged,
-        version=version,
+        newest_version=lambda: run.parts.versions.published,
         load=journal.load_batch,
         check_version=check_version,
         on_ack=lambda step: tell(run.on_ack, step),

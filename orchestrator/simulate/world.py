@@ -21,7 +21,7 @@ from orchestrator.dispatch.work import Attempt
 from orchestrator.groups.group import Batch
 from orchestrator.run.build import build_run
 from orchestrator.run.ports import EndRun, EvaluationFinished, LoadWeights
-from orchestrator.run.resume import Weights, resume
+from orchestrator.run.resume import JournaledWeights, resume
 from orchestrator.run.run import Run
 from orchestrator.run.settings import RunSettings
 from orchestrator.simulate.journal import MemoryJournal
@@ -191,6 +191,8 @@ class World:
         self._life = 0
         self._offered: dict[int, Batch] = {}
         self._training = False
+        self._loading = False
+        self._to_load: LoadWeights | None = None
         self.run = self._build()
 
     # --- life --------------------------------------------------------------------------------------------------------
@@ -217,10 +219,11 @@ class World:
                 env.revive(number)
         self.pool.endpoint.inflight = 0
         self._offered.clear()
-        self._training = False
+        self._training = self._loading = False
+        self._to_load = None
         recovered = self.journal.recover()
         self.run = self._build()
-        weights = Weights(recovered.state)
+        weights = JournaledWeights(recovered.state)
         resume(self.run, recovered, weights, recovered.evals)
         self.pool.endpoint.version = self.pool.endpoint.version_newest = weights.loaded
         for batch in recovered.batches:
@@ -297,8 +300,9 @@ class World:
                 case CancelAttempt(attempt):
                     self.cancels.append(attempt)
                     self.envs[attempt.group.env].release(attempt.server, attempt)
-                case LoadWeights(version, path):
-                    self.in_this_life(self._load_s(self.rng), partial(self._loaded, version, path))
+                case LoadWeights():
+                    self._to_load = instruction
+                    self._load()
                 case EvaluationFinished():
                     pass
                 case EndRun(why):
@@ -358,10 +362,19 @@ class World:
 
         self.in_this_life(self._train_s(self.rng), done)
 
+    def _load(self) -> None:
+        """One version after the other; what was asked for meanwhile and is not the newest is left out."""
+        if self._to_load is not None and not self._loading:
+            asked, self._to_load = self._to_load, None
+            self._loading = True
+            self.in_this_life(self._load_s(self.rng), partial(self._loaded, asked.version, asked.path))
+
     def _loaded(self, version: int, path: str | None) -> None:
         endpoint = self.pool.endpoint
         endpoint.version = endpoint.version_newest = version
+        self._loading = False
         self.run.on_loaded(version, path, self.now)
+        self._load()
 
 
 def result_of(headers: list[RolloutHeader]) -> Result:

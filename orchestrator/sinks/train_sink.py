@@ -13,6 +13,7 @@ from typing import Protocol
 
 import structlog
 
+from envs.wire import Result
 from orchestrator.buffer import BatchBuffer
 from orchestrator.dispatch.pace import Pace
 from orchestrator.dispatch.versions import Versions
@@ -79,7 +80,6 @@ class TrainSink:
         advantage: AdvantageFunction,
         keep_equal_rewards: bool,
         keep_transcripts: bool,
-        available: Callable[[], Collection[str]],
         offer: Callable[[Batch], None],
     ) -> None:
         self._buffer = buffer
@@ -97,7 +97,6 @@ class TrainSink:
         self._advantage = advantage
         self._keep_equal_rewards = keep_equal_rewards
         self._keep_transcripts = keep_transcripts
-        self._available = available
         self._offer = offer
         self._queued: Counter[str] = Counter()
         self._by_version: Counter[tuple[str, int]] = Counter()
@@ -105,6 +104,10 @@ class TrainSink:
         """Env and version of a group in flight that the next batch waits for."""
         self.stuck = False
         """A batch is wanted and enough is queued, but no exact batch can be made of it."""
+
+    def saw(self, env: str, result: Result) -> None:
+        """Rollouts of an env are back, their group perhaps not yet."""
+        self._yields.saw(env, [len(rollout.lengths) for rollout in result.rollouts])
 
     def completed(self, pending: PendingGroup, now: float) -> None:
         """A group has its rollouts: queue it or book why not."""
@@ -159,14 +162,18 @@ class TrainSink:
         """Whether every batch of the run is formed."""
         return self._max_steps is not None and self._versions.formed >= self._max_steps
 
-    def form(self, now: float, *, at_once: bool = False) -> None:
-        """Form every batch that is wanted and can be had; `at_once`: nothing that is awaited could help."""
+    def form(self, now: float, available: Collection[str], *, at_once: bool = False) -> None:
+        """Form every batch that is wanted and can be had.
+
+        `available`: envs that have a server; groups of the others are not waited for. `at_once`: nothing that is
+        awaited could help.
+        """
         versions = self._versions
         self.held, self.stuck = None, False
         while self.wanted:
             self._evict(now)
             minimums = self.minimums()
-            self.held = self._pace.held_back_by(self._by_version, self._available(), minimums)
+            self.held = self._pace.held_back_by(self._by_version, available, minimums)
             if self.held is not None:
                 return
             step = versions.formed + 1

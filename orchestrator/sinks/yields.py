@@ -7,13 +7,16 @@ says: planning too much at first would be finished work thrown away.
 
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 FIRST_GUESS = 4
 """Sequences per rollout; by tokens, groups to a batch."""
 
 ENOUGH = 4
 """Groups after which what they had is believed."""
+
+ENOUGH_ROLLOUTS = 16
+"""Rollouts after which what they had is believed, before any group is complete."""
 
 _RECENT = 64
 
@@ -29,7 +32,20 @@ class Yields:
         }
         self._recent: dict[str, deque[int]] = {env: deque(maxlen=_RECENT) for env in group_sizes}
         self._expected = {env: self._bounded(guess) for env, guess in self._guess.items()}
+        self._group_sizes = group_sizes
+        self._count_tokens = count_tokens
+        self._rollouts: dict[str, tuple[int, int]] = dict.fromkeys(group_sizes, (0, 1))
         self._least = {env: self._bounded(1 if count_tokens else size) for env, size in group_sizes.items()}
+
+    def saw(self, env: str, sequences: Sequence[int]) -> None:
+        """Rollouts of an env finished with these numbers of sequences; their groups may still be open."""
+        if self._count_tokens or len(self._recent[env]) >= ENOUGH:
+            return
+        count, most = self._rollouts[env]
+        self._rollouts[env] = count, most = count + len(sequences), max(most, *sequences)
+        if count >= ENOUGH_ROLLOUTS:
+            self._guess[env] = most * self._group_sizes[env]
+            self._expected[env] = self._bounded(max(self._guess[env], *self._recent[env], 1))
 
     def add(self, env: str, size: int) -> None:
         """A group of an env finished with this size."""

@@ -52,6 +52,11 @@ class Evaluations:
         self._active: deque[Evaluation] = deque()
         self._last_step: dict[str, int] = {}
         self._due: dict[str, int] = {}
+        self._stopped = False
+
+    def stop(self) -> None:
+        """Hand out no further task."""
+        self._stopped = True
 
     @property
     def active(self) -> list[Evaluation]:
@@ -93,7 +98,7 @@ class Evaluations:
 
     def next_eval(self, eligible: Collection[str]) -> EvalTask | None:
         """The next task of the oldest evaluation that has one left."""
-        for evaluation in self._active:
+        for evaluation in () if self._stopped else self._active:
             plan = evaluation.plan
             if evaluation.next_index < plan.num_examples and plan.env in eligible:
                 index = evaluation.next_index

@@ -91,7 +91,7 @@ class Leases:
         token: str | None,
         keep: int,
         last_step: int,
-        version: int,
+        newest_version: Callable[[], int],
         can_load: bool,
         check_version: CheckVersion,
         on_ack: Callable[[int], None],
@@ -119,7 +119,8 @@ class Leases:
         self._leased: dict[int, _Lease] = {}
         self._kept: OrderedDict[int, Batch] = OrderedDict()
         self._ranks = Ranks(world_size=world_size, token=token, send=transport.send)
-        self._publications = Publications(version=version, check=check_version, on_publish=on_publish)
+        self._newest_version = newest_version
+        self._publications = Publications(newest=newest_version, check=check_version, on_publish=on_publish)
         self._acknowledged: dict[int, int] = {}
         self._malformed = Thinned()
 
@@ -221,7 +222,7 @@ class Leases:
                 step for step, lease in self._leased.items() if rank.number not in lease.acknowledged_by
             )
             after = min(unacknowledged, default=self.last_step + 1) - 1
-            version = self._publications.version
+            version = self._newest_version()
             self._transport.send(peer, Welcome(join.protocol, self._run, self._world_size, after, version))
 
     def _handle(self, rank: Rank, message: ToServer) -> None:

@@ -27,12 +27,12 @@ class Decision:
 
 
 class Publications:
-    """Knows the newest version and those that are being checked."""
+    """Knows which versions are being checked; the newest one is the run's to know."""
 
     def __init__(
-        self, *, version: int, check: CheckVersion, on_publish: Callable[[int, str | None], None]
+        self, *, newest: Callable[[], int], check: CheckVersion, on_publish: Callable[[int, str | None], None]
     ) -> None:
-        self.version = version
+        self._newest = newest
         self._check = check
         self._on_publish = on_publish
         self._pending: dict[tuple[int, str | None], dict[str, Callable[[Decision], None]]] = {}
@@ -41,7 +41,7 @@ class Publications:
         self, version: int, path: str | None, *, source: str, then: Callable[[Decision], None]
     ) -> None:
         """A version can be sampled from, `source` says; `then` is called once, now or when it is decided."""
-        if version <= self.version:
+        if version <= self._newest():
             then(Decision(accepted=True, note=self._ignored(version, source)))
             return
         key = version, path
@@ -72,10 +72,9 @@ class Publications:
         if reason:
             log.warning("trainer.version_refused", version=version, path=path, source=source, reason=reason)
             return Decision(accepted=False, note=reason)
-        if version <= self.version:
+        if version <= self._newest():
             # A newer one was decided first.
             return Decision(accepted=True, note=self._ignored(version, source))
-        self.version = version
         log.info("trainer.version_published", version=version, path=path, source=source)
         self._on_publish(version, path)
         return Decision(accepted=True)
@@ -83,8 +82,8 @@ class Publications:
     def _ignored(self, version: int, source: str) -> str:
         before = (
             "was published before"
-            if version == self.version
-            else f"is older than the published {self.version}"
+            if version == self._newest()
+            else f"is older than the published {self._newest()}"
         )
         note = f"version {version} {before}; nothing changes"
         log.info("trainer.version_ignored", version=version, source=source, note=note)

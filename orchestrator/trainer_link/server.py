@@ -58,7 +58,7 @@ class BatchServer:
         run: str,
         keep: int,
         last_step: int,
-        version: int,
+        newest_version: Callable[[], int],
         load: Callable[[int], Batch | None] | None,
         check_version: CheckVersion,
         on_ack: Callable[[int], None],
@@ -73,8 +73,8 @@ class BatchServer:
     ) -> None:
         """Serve `world_size` ranks at `bind`, a ZMQ address or `file:///directory`.
 
-        `keep` acknowledged batches stay in memory; `load` reads others back (in a thread). `last_step` and `version`
-        are where a resumed run stands. `check_version(version, path, decided)` calls `decided` once, with the reason why
+        `keep` acknowledged batches stay in memory; `load` reads others back (in a thread). `last_step`
+        is where a resumed run stands, `newest_version` asks for the newest published version. `check_version(version, path, decided)` calls `decided` once, with the reason why
         a newer version cannot be loaded, or "". `on_rank_ack(step, rank)` and `on_publish` record, and a rank is
         answered when `when_durable` calls back, so that what it was told holds after a crash; `on_ack(step)` says that
         every rank has acknowledged, `on_trained(step)` that a published version comes from training on a step.
@@ -103,7 +103,7 @@ class BatchServer:
             token=token,
             keep=keep,
             last_step=last_step,
-            version=version,
+            newest_version=newest_version,
             can_load=load is not None,
             check_version=self._check,
             on_ack=on_ack,

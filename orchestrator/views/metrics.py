@@ -7,7 +7,13 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector, CollectorRegistry
 
 from orchestrator.dispatch.ledger import Ledger
-from orchestrator.facts import EnvStatus, Status
+from orchestrator.facts import DomainStatus, EnvStatus, Status
+
+_DOMAIN_GAUGES: list[tuple[str, str, Callable[[DomainStatus], float]]] = [
+    ("domain_mix_target", "Share of the domain that is asked for", lambda domain: domain.target),
+    ("domain_mix_actual", "Share of the domain in all batches so far", lambda domain: domain.actual),
+    ("domain_mix_count", "Sequences of the domain in all batches so far", lambda domain: domain.emitted),
+]
 
 _ENV_GAUGES: list[tuple[str, str, Callable[[EnvStatus], float | None]]] = [
     ("mix_target_share", "Share of the env that the configuration asks for", lambda env: env.target),
@@ -70,6 +76,11 @@ class StatusCollector(Collector):
                 value = read_env(env_status)
                 if value is not None:
                     family.add_metric([env], value)
+            yield family
+        for name, text, read_domain in _DOMAIN_GAUGES:
+            family = GaugeMetricFamily(f"orchestrator_{name}", text, labels=["domain"])
+            for domain, domain_status in status.domains.items():
+                family.add_metric([domain], read_domain(domain_status))
             yield family
         yield from self._counters(status)
 

@@ -4,19 +4,27 @@ What comes from elsewhere (names, messages, addresses) is shown as it is, but fo
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from orchestrator.facts import Status
+from orchestrator.facts import DomainStatus, EnvStatus, Status
 from orchestrator.views.terminal import plain
 
 REFRESH_S = 0.25
+BAR_WIDTH = 72
+GAP = "   "
+COLUMN_GAP = 2
+NAME_WIDTH = 18
+"""What a long name keeps of a narrow terminal before columns are left out."""
+SUMMARY_WIDTH = 72
+"""Below this, headings of the summary take two lines."""
+LEFT_OUT_FIRST = ("latency", "mix run", "failed", "in flight", "done", "mix now")
 
 
 async def show_progress(status: Callable[[], Status], console: Console) -> None:
@@ -32,32 +40,49 @@ async def show_progress(status: Callable[[], Status], console: Console) -> None:
 
 def render(status: Status) -> RenderableType:
     """One picture of a run."""
+    return _Picture(status)
+
+
+class _Picture:
+    """Fits itself into the width that there is: facts go to a further line, the least needed columns are left out."""
+
+    def __init__(self, status: Status) -> None:
+        self._status = status
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        status, width = self._status, options.max_width
+        yield from _facts(status, width)
+        if status.max_steps is not None:
+            bar = Table.grid()
+            bar.add_row(
+                ProgressBar(total=status.max_steps, completed=status.step, width=min(BAR_WIDTH, width))
+            )
+            yield bar
+        yield _env_table(status, width)
+        yield from (Text(plain(line), style="yellow") for line in _troubles(status))
+        yield Text(plain(f"waits for {status.waiting_for}") if status.waiting_for else "", style="dim")
+
+
+def _facts(status: Status, width: int) -> Iterator[Text]:
+    """The numbers of the run, as many to a line as fit."""
     steps = f"{status.step}" if status.max_steps is None else f"{status.step}/{status.max_steps}"
-    line = Text.assemble(
-        ("step ", "dim"),
-        (steps, "bold"),
-        ("   reward ", "dim"),
-        (_number(status.reward), "bold green"),
-        ("   version ", "dim"),
-        f"{status.version}",
-        ("   in flight ", "dim"),
-        f"{status.inflight}/{status.limit}",
-        ("   rollouts/s ", "dim"),
-        f"{status.rollouts_per_s:.0f}",
-        ("   queued ", "dim"),
-        f"{status.queued_sequences}/{status.batch_size}",
-        ("   ", ""),
-        f"{status.seconds:.0f} s",
-    )
-    parts: list[RenderableType] = [line]
-    if status.max_steps is not None:
-        bar = Table.grid()
-        bar.add_row(ProgressBar(total=status.max_steps, completed=status.step, width=72))
-        parts.append(bar)
-    parts.append(_env_table(status))
-    parts += [Text(plain(line), style="yellow") for line in _troubles(status)]
-    parts.append(Text(plain(f"waits for {status.waiting_for}") if status.waiting_for else "", style="dim"))
-    return Group(*parts)
+    facts = [
+        Text.assemble(("step ", "dim"), (steps, "bold")),
+        Text.assemble(("reward ", "dim"), (_number(status.reward), "bold green")),
+        Text.assemble(("version ", "dim"), f"{status.version}"),
+        Text.assemble(("in flight ", "dim"), f"{status.inflight}/{status.limit}"),
+        Text.assemble(("rollouts/s ", "dim"), f"{status.rollouts_per_s:.0f}"),
+        Text.assemble(("queued ", "dim"), f"{status.queued_sequences}/{status.batch_size}"),
+        Text(f"{status.seconds:.0f} s"),
+    ]
+    line = facts[0]
+    for fact in facts[1:]:
+        if line.cell_len + len(GAP) + fact.cell_len > width:
+            yield line
+            line = fact
+        else:
+            line = Text.assemble(line, GAP, fact)
+    yield line
 
 
 def _troubles(status: Status) -> list[str]:
@@ -75,24 +100,61 @@ def _troubles(status: Status) -> list[str]:
     return [*lines, status.refused] if status.refused else lines
 
 
-def _env_table(status: Status) -> Table:
+def _env_table(status: Status, width: int) -> Table:
+    """A row for each env; below a row for their domain, where domains say more than envs."""
+    rows: list[dict[str, Text]] = []
+    several = len(status.domains) > 1 and any(len(domain.envs) > 1 for domain in status.domains.values())
+    for name, domain in status.domains.items():
+        inside = several and len(domain.envs) > 1
+        if inside:
+            rows.append(_row(Text(plain(name), style="bold"), domain, latency_s=None))
+        for env_name in domain.envs:
+            env = status.envs[env_name]
+            label = Text(
+                ("  " if inside else "") + plain(env_name), style="yellow" if env.quarantined else ""
+            )
+            rows.append(_row(label, env, latency_s=env.mean_latency_s))
     table = Table(box=None, pad_edge=False, header_style="dim")
-    headings = ("env", "reward", "mix now", "mix run", "target", "in flight", "done", "failed", "latency")
-    for heading in headings:
-        table.add_column(heading, justify="left" if heading == "env" else "right")
-    for name, env in status.envs.items():
-        table.add_row(
-            Text(plain(name), style="yellow" if env.quarantined else ""),
-            _number(env.reward),
-            f"{env.recent:.1%}",
-            f"{env.actual:.1%}",
-            f"{env.target:.1%}",
-            str(env.inflight),
-            str(env.completed),
-            str(env.dispatched - env.completed - env.inflight),
-            "" if env.mean_latency_s is None else f"{env.mean_latency_s * 1000:.0f} ms",
+    shown = _fitting(rows, width)
+    for heading, column_width in shown.items():
+        left = heading == "env"
+        table.add_column(
+            heading,
+            justify="left" if left else "right",
+            no_wrap=True,
+            overflow="ellipsis",
+            width=column_width,
         )
+    for row in rows:
+        table.add_row(*(row[heading] for heading in shown))
     return table
+
+
+def _row(label: Text, share: EnvStatus | DomainStatus, *, latency_s: float | None) -> dict[str, Text]:
+    return {
+        "env": label,
+        "reward": Text(_number(share.reward)),
+        "mix now": Text(f"{share.recent:.1%}"),
+        "mix run": Text(f"{share.actual:.1%}"),
+        "target": Text(f"{share.target:.1%}"),
+        "in flight": Text(str(share.inflight)),
+        "done": Text(str(share.completed)),
+        "failed": Text(str(share.failed)),
+        "latency": Text("" if latency_s is None else _duration(latency_s)),
+    }
+
+
+def _fitting(rows: Sequence[Mapping[str, Text]], width: int) -> dict[str, int]:
+    """The columns that fit, and their widths: numbers are never cut, long names are."""
+    widths = {heading: max(len(heading), *(row[heading].cell_len for row in rows)) for heading in rows[0]}
+    longest = widths["env"]
+    for heading in LEFT_OUT_FIRST:
+        numbers = sum(widths.values()) - widths["env"] + COLUMN_GAP * (len(widths) - 1)
+        widths["env"] = max(min(longest, width - numbers), min(longest, NAME_WIDTH))
+        if numbers + widths["env"] <= width:
+            break
+        del widths[heading]
+    return widths
 
 
 def print_summary(summary: dict[str, Any], console: Console) -> None:
@@ -101,7 +163,8 @@ def print_summary(summary: dict[str, Any], console: Console) -> None:
     console.print(Text(plain(f"{summary['end']}"), style="bold"))
     table = Table(box=None, pad_edge=False, header_style="dim")
     for heading in ("env", "first reward", "last reward", "mix", "target", "sequences"):
-        table.add_column(heading, justify="left" if heading == "env" else "right")
+        shown = heading.replace(" ", "\n") if console.width < SUMMARY_WIDTH else heading
+        table.add_column(shown, justify="left" if heading == "env" else "right")
     for name, env in summary["envs"].items():
         table.add_row(
             Text(plain(name)),
@@ -127,6 +190,10 @@ def print_summary(summary: dict[str, Any], console: Console) -> None:
     line = f"{summary['steps']} steps in {summary['wall_time_s']:.1f} s; rollouts: {outcomes}"
     console.print(Text(plain(line)))
     console.print(Text(plain(f"run directory: {summary['run_dir']}")), soft_wrap=True)
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds * 1000:.0f} ms" if seconds < 10 else f"{seconds:.0f} s"
 
 
 def _number(value: float | None) -> str:

@@ -103,11 +103,11 @@ def test_the_minimum_of_an_unavailable_env_is_waived_until_it_returns() -> None:
     fill(buffer, "math", [4] * 5)
     buffer.add(99, env="code", size=1)
     assert buffer.take() is None
-    assert buffer.starved == {"code"}
+    assert buffer.needed({}) == {"code"}
     buffer.set_available("code", False)
     assert "waived" in buffer.explain()
     assert '"code"' in buffer.explain()
-    assert buffer.starved == frozenset()
+    assert buffer.needed({}) == frozenset()
     assert buffer.take() == [0, 1]
     buffer.set_available("code", True)
     assert buffer.take() is None
@@ -196,7 +196,6 @@ def test_a_refused_group_leaves_the_buffer_as_it_was(bad: dict[str, Any]) -> Non
         ({"on_stuck": "panic"}, "panic"),
         ({"on_stuck": "split"}, "function"),
         ({"stuck_after_s": -1.0}, "-1.0"),
-        ({"max_sequences": 7}, "7"),
     ],
 )
 def test_a_bad_setting_is_refused_and_named(arguments: dict[str, Any], named: str) -> None:

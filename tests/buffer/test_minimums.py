@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.buffer import BatchBuffer
-from orchestrator.buffer.minimums import Minimums, achievable_minimums
+from orchestrator.buffer.minimums import BatchMinimums, achievable_minimums
 
 ENVS = ("a", "b", "c", "d")
 
@@ -86,7 +86,7 @@ def test_batches_form_with_the_minimums_that_are_kept(
     assert list(found.kept.values()) == kept
 
     def fill(minimums: dict[str, float] | dict[str, Fraction]) -> BatchBuffer[int]:
-        buffer: BatchBuffer[int] = BatchBuffer(batch_size, minimums=minimums, envs=names)  # type: ignore[arg-type]  # exact shares are read as decimals are
+        buffer: BatchBuffer[int] = BatchBuffer(batch_size, minimums=minimums, envs=names)
         for number in range(2 * batch_size):
             buffer.add(number, env=names[number % envs], size=group_size)
         return buffer
@@ -100,7 +100,7 @@ def test_batches_form_with_the_minimums_that_are_kept(
 def test_minimums_that_fit_are_what_was_wanted() -> None:
     """Nothing is lowered where an exact batch with every minimum exists, however little room is left."""
     found = achievable_minimums({"a": 0.5, "b": 0.25}, {"a": 8, "b": 8, "c": 4}, 32)
-    assert found == Minimums(32, {"a": 16, "b": 8}, {"a": 16, "b": 8}, reachable=True)
+    assert found == BatchMinimums(32, {"a": 16, "b": 8}, {"a": 16, "b": 8}, reachable=True)
     assert not found.lowered
 
 

@@ -1,7 +1,6 @@
-"""The batch buffer's options: token budgets, quotas, splitting what is stuck, and the bound."""
+"""The batch buffer's options: token budgets, quotas, splitting what is stuck, and what is needed."""
 
 import random
-import sys
 from collections import Counter
 
 import pytest
@@ -59,7 +58,7 @@ def test_a_token_minimum_is_waited_for_and_waived_like_any_other() -> None:
         buffer.add(at, env="math", size=1, tokens=50)
     assert buffer.take() is None
     assert buffer.explain() == 'env "code" has 0 of its minimum of 50 tokens'
-    assert buffer.starved == {"code"}
+    assert buffer.needed({}) == {"code"}
     buffer.add(9, env="code", size=1, tokens=50)
     assert buffer.take() == [0, 9]
     buffer.set_available("code", False)
@@ -121,7 +120,7 @@ def test_a_starved_env_is_made_up_for_by_the_others_by_their_targets() -> None:
     for env, count in {"math": 40, "code": 40, "logic": 1}.items():
         for _ in range(count):
             buffer.add(env, env=env, size=1)
-    assert buffer.starved == {"logic"}
+    assert buffer.needed({}) == set(), "the others make up for it"
     batch = Counter(buffer.take())
     assert (batch["logic"], batch["math"] + batch["code"]) == (1, 11)
     assert batch["math"] in (7, 8)
@@ -200,7 +199,9 @@ def test_a_plan_always_sums_to_the_batch_and_never_asks_for_more_than_is_queued(
 
 def test_a_stuck_queue_is_split_after_the_limit_and_nothing_is_lost() -> None:
     """Sizes of 3 cannot make 64: after the limit one group is split, and its rest comes next."""
-    buffer: BatchBuffer[Sequences] = BatchBuffer(64, on_stuck="split", stuck_after_s=10, split=split)
+    buffer: BatchBuffer[Sequences] = BatchBuffer(
+        64, on_stuck="split", stuck_after_s=10, split=split, envs=["math", "code"]
+    )
     for at in range(0, 90, 3):
         buffer.add((at, at + 1, at + 2), env="math", size=3)
     assert buffer.take() is None
@@ -218,7 +219,9 @@ def test_a_stuck_queue_is_split_after_the_limit_and_nothing_is_lost() -> None:
 
 def test_the_time_stuck_starts_again_after_every_batch() -> None:
     """A batch that came in between resets the limit."""
-    buffer: BatchBuffer[Sequences] = BatchBuffer(4, on_stuck="split", stuck_after_s=10, split=split)
+    buffer: BatchBuffer[Sequences] = BatchBuffer(
+        4, on_stuck="split", stuck_after_s=10, split=split, envs=["math", "code"]
+    )
     buffer.add((1, 2, 3), env="math", size=3)
     buffer.add((4, 5, 6), env="math", size=3)
     assert buffer.take(now=0.0) is None
@@ -313,37 +316,73 @@ def test_with_splitting_every_full_queue_gives_a_batch_and_every_sequence_leaves
     assert len(taken) > number / 2
 
 
-def test_room_counts_down_to_the_bound_and_full_is_when_there_is_none() -> None:
-    """Back-pressure: once the bound is reached and a batch can be taken, nothing more is to be started."""
-    buffer: BatchBuffer[int] = BatchBuffer(8, max_sequences=32)
-    assert buffer.room() == 32
-    for at in range(7):
+def test_a_batch_is_needed_of_every_env_until_enough_is_queued_or_coming() -> None:
+    """Back-pressure is somebody else's; the buffer says what the next batch cannot do without."""
+    buffer: BatchBuffer[int] = BatchBuffer(8, envs=["math", "code"])
+    assert buffer.needed({}) == {"math", "code"}
+    buffer.add(0, env="math", size=4)
+    assert buffer.needed({"math": 3}) == {"math", "code"}
+    assert buffer.needed({"math": 4}) == set()
+    buffer.add(1, env="math", size=4)
+    assert buffer.needed({}) == set()
+
+
+def test_an_env_that_is_short_is_needed_however_much_there_is_of_the_others() -> None:
+    """It is not held back by the groups of others, and what is coming of it counts."""
+    buffer: BatchBuffer[int] = BatchBuffer(8, minimums={"code": 0.5}, envs=["math", "code"])
+    for at in range(10):
         buffer.add(at, env="math", size=4)
-    assert (buffer.room(), buffer.full) == (4, False)
-    buffer.add(7, env="math", size=4)
-    assert (buffer.room(), buffer.full) == (0, True)
-    buffer.add(8, env="math", size=4)
-    assert (buffer.room(), len(buffer)) == (0, 9)
-    buffer.take()
-    assert (buffer.room(), buffer.full) == (4, False)
+    assert buffer.needed({}) == {"code"}
+    assert buffer.needed({"code": 4}) == set()
+    buffer.set_available("code", False)
+    assert buffer.needed({}) == set()
 
 
-def test_a_full_buffer_without_a_batch_leaves_room_for_what_completes_one() -> None:
-    """An env that is short is not held back by the groups of others; the bound is a quarter higher, no more."""
-    buffer: BatchBuffer[int] = BatchBuffer(8, max_sequences=32, minimums={"code": 0.5})
-    for at in range(8):
-        buffer.add(at, env="math", size=4)
-    assert buffer.room() == 8
-    assert buffer.starved == {"code"}
-    for at in range(2):
-        buffer.add(at, env="math", size=4)
-    assert buffer.full
-    buffer.evict_older_than(1)
-    assert buffer.room() == 32
+def test_where_groups_are_not_split_the_envs_that_make_the_sum_exact_are_needed() -> None:
+    """Sizes of 3 make no 8; two more of size 1 do, and nothing is needed while something is coming."""
+    buffer: BatchBuffer[int] = BatchBuffer(8, envs=["math", "code"])
+    buffer.add(0, env="code", size=1)
+    assert buffer.needed({"math": 7}) == set()
+    for at in range(3):
+        buffer.add(at, env="math", size=3)
+    assert buffer.needed({}) == {"code"}
+    assert buffer.needed({"code": 1}) == set()
+    buffer.add(4, env="code", size=1)
+    assert buffer.can_take()
 
 
-def test_without_a_bound_there_is_always_room() -> None:
-    """No bound, no back-pressure."""
-    buffer: BatchBuffer[int] = BatchBuffer(8)
-    assert buffer.room() == sys.maxsize
-    assert not buffer.full
+def test_by_quota_a_starved_env_is_needed_only_where_it_is_waited_for() -> None:
+    """Otherwise the others make up for it."""
+    for on_starved, needed in (("wait", {"code"}), ("redistribute", set())):
+        buffer: BatchBuffer[int] = BatchBuffer(8, quotas={"math": 1, "code": 1}, on_starved=on_starved)  # type: ignore[arg-type]  # both of the choices
+        for at in range(4):
+            buffer.add(at, env="math", size=4)
+        assert buffer.needed({}) == needed
+        assert buffer.needed({"code": 4}) == set()
+
+
+def test_at_once_splits_without_waiting_and_says_when_it_would_have() -> None:
+    """Where nothing that is awaited could help, time would not either."""
+    buffer: BatchBuffer[Sequences] = BatchBuffer(
+        4, on_stuck="split", stuck_after_s=10, split=split, envs=["math", "code"]
+    )
+    buffer.add((1, 2, 3), env="math", size=3)
+    assert buffer.split_at is None
+    buffer.add((4, 5, 6), env="math", size=3)
+    assert buffer.is_stuck(0)
+    assert buffer.take(now=5.0) is None
+    assert buffer.split_at == 15.0
+    batch = buffer.take(now=5.0, at_once=True)
+    assert batch is not None
+    assert batch == [(1,), (4, 5, 6)], "one cut, of the oldest group"
+    assert buffer.split_at is None
+
+
+def test_a_queue_that_further_groups_cannot_make_exact_is_split_at_once() -> None:
+    """Sizes of 3 make no 64 whatever comes: waiting would be idling."""
+    buffer: BatchBuffer[Sequences] = BatchBuffer(64, on_stuck="split", stuck_after_s=10, split=split)
+    for at in range(0, 66, 3):
+        buffer.add((at, at + 1, at + 2), env="math", size=3)
+    batch = buffer.take(now=0.0)
+    assert batch is not None
+    assert sum(map(len, batch)) == 64

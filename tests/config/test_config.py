@@ -46,6 +46,31 @@ def path(tmp_path: Path) -> Path:
     return written(tmp_path, BASE)
 
 
+DOMAINS = """
+[local]
+
+[domains.math]
+rollout = "tests.adapters.test_domains:solve"
+dataset = "tests.adapters.test_domains:problems"
+
+[mix.domains]
+math = 0.6
+reverse = 0.4
+
+[[train.env]]
+id = "math::gsm"
+ratio = 3
+
+[[train.env]]
+id = ["math::aime@2024", "math::aime@2025"]
+ratio = 1
+
+[[train.env]]
+name = "reverse"
+id = "builtin::reverse"
+"""
+
+
 def written(tmp_path: Path, text: str) -> Path:
     path = tmp_path / "config.toml"
     path.write_text(text, encoding="utf-8")
@@ -234,6 +259,32 @@ class TestMistakes:
         """One env at least must be picked."""
         found = problems(path, "--train.env.a.ratio=0", "--train.env.b.ratio=0.0")
         assert found == {"train.env": "every ratio is 0, so no env could ever be picked"}
+
+    def test_targets_by_domain_are_for_the_domains_of_the_envs(self, tmp_path: Path) -> None:
+        """For every one of them, and for no other; an env without a domain is one of its own."""
+        text = DOMAINS.replace("reverse = 0.4", "maths = 0.4")
+        assert problems(written(tmp_path, text)) == {
+            "mix.domains.maths": 'no train env is of this domain; did you mean "math"?',
+            "mix.domains": 'there is no target for domain "reverse" (train.env[2]); give every domain one, or none',
+        }
+
+    @pytest.mark.parametrize("value", ["0", "-1", "true", "inf", '"much"'])
+    def test_a_target_of_a_domain_is_a_positive_number(self, tmp_path: Path, value: str) -> None:
+        """Whoever wants nothing of a domain leaves its envs out."""
+        text = DOMAINS.replace("math = 0.6", f"math = {value}")
+        assert "mix.domains.math" in problems(written(tmp_path, text))
+
+    def test_ratios_are_compared_within_a_domain(self, tmp_path: Path) -> None:
+        """Every env of a domain has one or none does, and one of them is above 0."""
+        path = written(tmp_path, DOMAINS)
+        assert problems(written(tmp_path, DOMAINS.replace("ratio = 1\n", "")))["train.env"] == (
+            'either every env of domain "math" sets a ratio or none does; missing in train.env[1]'
+        )
+        path = written(tmp_path, DOMAINS)
+        found = problems(path, "--train.env.0.ratio=0", "--train.env.1.ratio=0")
+        assert found == {
+            "train.env": 'every ratio of domain "math" is 0, so no env of domain "math" could ever be picked'
+        }
 
     def test_a_group_that_does_not_fit_into_the_batch(self, path: Path) -> None:
         """The setting that is too large is named: the table's for all envs, or an env's own."""

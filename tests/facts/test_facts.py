@@ -2,17 +2,17 @@
 
 import numpy as np
 import pytest
-from orchestrator.dispatch.staleness import Staleness
 
 from orchestrator.dispatch.ledger import Lane, Ledger, Outcome
+from orchestrator.dispatch.versions import Versions
 from orchestrator.facts import Facts
 from orchestrator.groups.group import Batch, Group
 from orchestrator.tasks.task import TrainTask
 
 
-def facts() -> Facts:
-    staleness = Staleness(batch_size=4, max_versions=2, mode="pace")
-    return Facts({"a": 0.75, "b": 0.25}, ledger=Ledger(), staleness=staleness, now=0.0)
+def facts(versions: Versions | None = None) -> Facts:
+    versions = versions or Versions(max_versions=2)
+    return Facts({"a": 0.75, "b": 0.25}, ledger=Ledger(), versions=versions, now=0.0)
 
 
 def group(env: str, position: int, size: int, version: int = 0) -> Group:
@@ -58,9 +58,10 @@ def test_shares_are_those_of_what_was_emitted() -> None:
 
 def test_ages_are_counted_in_published_versions() -> None:
     """Mean and largest, over sequences."""
-    told = facts()
-    told.staleness.publish(10)
-    told.staleness.trained = 1
+    versions = Versions(max_versions=2)
+    told = facts(versions)
+    versions.publish(10)
+    versions.trained = 1
     told.batch_formed(Batch(2, 10, (group("a", 0, 3, version=0), group("a", 1, 1, version=10))))
     assert told.staleness_numbers() == {"mean": 0.75, "max": 1.0}
 
@@ -71,7 +72,7 @@ def test_a_later_process_goes_on_with_the_same_facts() -> None:
     told.scored("a", [1.0])
     told.dropped("b", "stale", 4)
     told.batch_formed(Batch(1, 0, (group("a", 0, 3), group("b", 0, 1))))
-    later = Facts({"a": 1.0}, ledger=Ledger(), staleness=told.staleness, now=100.0)
+    later = Facts({"a": 1.0}, ledger=Ledger(), versions=Versions(max_versions=2), now=100.0)
     later.load_state_dict(told.state_dict(7.0))
     assert later.seconds(101.0) == pytest.approx(8.0)
     assert later.sequences == 4

@@ -18,7 +18,7 @@ from orchestrator.groups.scoring import (
     join_transcripts,
 )
 from orchestrator.tasks.task import TrainTask
-from tests.support.dispatch_world import make_data
+from tests.support.worlds import make_data
 
 
 def pending(*results: Result) -> PendingGroup:

@@ -95,3 +95,64 @@ async def test_a_strategy_that_fails_in_the_middle_ends_the_run_with_its_line(
     )
     assert f"({tmp_path / 'own_strategy.py'}, line 16)" in said
     assert "Traceback" not in said
+
+
+DOMAINS = """
+seed = 1
+max_steps = 4
+
+[local]
+
+[domains.math]
+rollout = "tests.adapters.test_domains:solve"
+dataset = "tests.adapters.test_domains:problems"
+
+[mix.domains]
+math = 0.75
+reverse = 0.25
+
+[batch]
+size = 32
+
+[train]
+group_size = 4
+
+[dispatch]
+keep_equal_rewards = true
+
+[[train.env]]
+name = "gsm"
+id = "math::gsm"
+ratio = 2
+
+[[train.env]]
+name = "aime"
+id = ["math::aime@2024", "math::aime@2025"]
+ratio = 1
+
+[[train.env]]
+name = "reverse"
+id = "builtin::reverse"
+
+[http]
+port = 0
+"""
+
+
+@pytest.mark.timeout(180)
+async def test_domains_get_their_share_of_the_mix(tmp_path: Path) -> None:
+    """A ratio is a share within its domain, and every env is in the batches."""
+    path = tmp_path / "domains.toml"
+    path.write_text(DOMAINS, encoding="utf-8")
+    run_dir = tmp_path / "run"
+    command = await run_command("run", path, "--run_dir", run_dir, logs=tmp_path / "logs")
+    assert command.process.returncode == 0, command.errors()[-3000:]
+    envs = json.loads((run_dir / "summary.json").read_text())["envs"]
+    targets = {name: env["target_share"] for name, env in envs.items()}
+    assert targets == pytest.approx({"gsm": 0.5, "aime": 0.25, "reverse": 0.25})
+    assert all(env["sequences"] for env in envs.values())
+    assert {name: env["domain"] for name, env in envs.items()} == {
+        "gsm": "math",
+        "aime": "math",
+        "reverse": "reverse",
+    }

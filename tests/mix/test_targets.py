@@ -142,3 +142,73 @@ def test_whole_groups_that_do_not_fit_leave_the_minimums_as_they_are() -> None:
     targets = mix_targets(envs, batch_size=40)
     assert targets[3] > 0
     assert min(targets[:3]) >= 12 / 40 - 1e-9
+
+
+def domains(*envs: tuple[str, str, float | None], **targets: float) -> dict[str, float]:
+    """The targets of envs given as (name, domain, ratio)."""
+    shares = [EnvShare(name, ratio, None, domain=domain) for name, domain, ratio in envs]
+    return dict(zip([env.name for env in shares], mix_targets(shares, domains=targets), strict=True))
+
+
+def test_a_ratio_is_a_share_within_the_domain_where_domains_have_targets() -> None:
+    """Domains get theirs, whatever the ratios of their envs sum to; an env alone in its domain has all of it."""
+    found = domains(("gsm", "math", 30), ("aime", "math", 10), ("code", "code", None), math=0.6, code=0.4)
+    assert found == pytest.approx({"gsm": 0.45, "aime": 0.15, "code": 0.4})
+
+
+def test_within_a_domain_the_number_of_tasks_counts_where_there_are_no_ratios() -> None:
+    """As it does among all envs where domains have no targets; targets of domains need not sum to 1."""
+    envs = [
+        EnvShare("gsm", num_tasks=300, domain="math"),
+        EnvShare("aime", num_tasks=100, domain="math"),
+        EnvShare("code", ratio=0.1, domain="code"),
+    ]
+    assert mix_targets(envs, domains={"math": 2, "code": 2}) == pytest.approx([0.375, 0.125, 0.5])
+
+
+def test_a_minimum_raises_an_env_above_its_share_of_its_domain() -> None:
+    """Minimums are of the batch, and hold after the domains have been divided."""
+    envs = [
+        EnvShare("gsm", 0.9, domain="math"),
+        EnvShare("aime", 0.1, domain="math", min_batch_allocation=0.2),
+        EnvShare("code", domain="code"),
+    ]
+    found = mix_targets(envs, domains={"math": 0.5, "code": 0.5})
+    assert found[1] == 0.2
+    assert sum(found) == pytest.approx(1)
+    assert found[0] / found[2] == pytest.approx(0.9)
+
+
+@pytest.mark.parametrize(
+    ("envs", "complaint"),
+    [
+        ([("a", "math", 1), ("b", "code", 1)], 'env "b": its domain "code" has no target'),
+        ([("a", "math", 0), ("b", "math", 0)], 'domain "math": every weight is 0'),
+        (
+            [("a", "math", None), ("b", "math", None)],
+            'domain "math": env "a": it generates tasks without end',
+        ),
+    ],
+)
+def test_targets_by_domain_that_give_no_mix_say_why(
+    envs: list[tuple[str, str, float | None]], complaint: str
+) -> None:
+    """The message names the domain."""
+    with pytest.raises(ConfigError, match=complaint):
+        domains(*envs, math=1.0)
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("xyz"), st.floats(0.01, 100, allow_subnormal=False)), min_size=1, max_size=8
+    ),
+    st.dictionaries(st.sampled_from("xyz"), st.floats(0.01, 100), min_size=3, max_size=3),
+)
+def test_every_domain_gets_its_share(envs: list[tuple[str, float]], targets: dict[str, float]) -> None:
+    """The shares of a domain's envs sum to the domain's, of those that are there."""
+    shares = [EnvShare(f"e{number}", ratio, domain=domain) for number, (domain, ratio) in enumerate(envs)]
+    found = mix_targets(shares, domains=targets)
+    there = {domain for domain, _ in envs}
+    for domain in there:
+        total = sum(share for env, share in zip(shares, found, strict=True) if env.domain == domain)
+        assert total == pytest.approx(targets[domain] / sum(targets[name] for name in there))

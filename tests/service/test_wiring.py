@@ -11,7 +11,7 @@ from orchestrator.journal import Journal, Recovered
 from orchestrator.run.run import Run
 from orchestrator.service.driver import Driver
 from orchestrator.service.weights import WeightLoader
-from orchestrator.service.wiring import Evaluations, Offers, join_shells
+from orchestrator.service.wiring import EvaluationFile, Offers, join_shells
 from orchestrator.trainer_link.server import BatchServer
 from tests.support.journal_groups import make_batch
 
@@ -85,7 +85,7 @@ def test_the_file_of_evaluations_says_what_the_journal_says(tmp_path: Path) -> N
     """What an earlier process wrote and did not bring to the journal goes; new results are appended."""
     path = tmp_path / "evals.jsonl"
     path.write_text('{"step": 9}\n{"ste')
-    results = Evaluations(tmp_path)
+    results = EvaluationFile(tmp_path)
     results.rewrite([{"step": 0}])
     results.append({"step": 2})
     assert [json.loads(line) for line in path.read_text().splitlines()] == [{"step": 0}, {"step": 2}]
@@ -95,7 +95,7 @@ def test_the_file_of_evaluations_says_what_the_journal_says(tmp_path: Path) -> N
 
 def test_a_run_without_evaluations_has_no_file_of_them(tmp_path: Path) -> None:
     """Nothing is written where nothing was evaluated."""
-    Evaluations(tmp_path).rewrite([])
+    EvaluationFile(tmp_path).rewrite([])
     assert not (tmp_path / "evals.jsonl").exists()
 
 

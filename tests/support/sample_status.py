@@ -2,12 +2,13 @@
 
 from typing import Any
 
-from orchestrator.facts import EndpointStatus, EnvStatus, Status, WaitStatus
+from orchestrator.facts import EndpointStatus, EnvStatus, Status, WaitStatus, by_domain
 
 
 def env_status(**changes: Any) -> EnvStatus:
     """One env, in the middle of a run."""
     fields: dict[str, Any] = {
+        "domain": "math",
         "target": 0.4,
         "actual": 0.391,
         "recent": 0.412,
@@ -60,9 +61,11 @@ def sample_status(**changes: Any) -> Status:
         "evals": [],
         "staleness": {"mean": 0.5, "max": 2.0},
         "refused": "",
+        "notes": [],
         "minimums_waived": 2,
         "loop_lag_p99_s": 0.003,
         "journal_backlog_bytes": 1024,
         "seconds": 61.7,
     }
-    return Status(**(fields | changes))
+    fields |= changes
+    return Status(**({"domains": by_domain(fields["envs"])} | fields))

@@ -26,7 +26,6 @@ _COMMON: dict[str, Any] = {
     "token": None,
     "keep": 1,
     "last_step": 0,
-    "version": 0,
     "check_version": accept,
     "on_ack": ignore,
     "on_rank_ack": ignore,
@@ -39,9 +38,20 @@ _COMMON: dict[str, Any] = {
 
 def make_leases(transport: Transport, **options: Any) -> Leases:
     """Leases without a service behind them."""
-    return Leases(transport, **{**_COMMON, "can_load": False, "on_told": ignore, **options})
+    return Leases(transport, **{**_COMMON, "can_load": False, "on_told": ignore, **_booked(options)})
 
 
 def make_server(**options: Any) -> BatchServer:
     """A trainer link without a service behind it."""
-    return BatchServer(**{**_COMMON, "load": None, "keys": None, "probe_s": 5.0, **options})
+    return BatchServer(**{**_COMMON, "load": None, "keys": None, "probe_s": 5.0, **_booked(options)})
+
+
+def _booked(options: dict[str, Any]) -> dict[str, Any]:
+    """With a book of versions, which a run would keep; `version` is the newest at the start."""
+    on_publish, versions = options.pop("on_publish", ignore), [options.pop("version", 0)]
+
+    def publish(version: int, path: str | None) -> None:
+        versions.append(version)
+        on_publish(version, path)
+
+    return {**options, "on_publish": publish, "newest_version": lambda: versions[-1]}

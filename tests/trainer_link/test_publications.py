@@ -15,11 +15,16 @@ class Checked:
         self.checks: list[tuple[int, str | None, Callable[[str], None]]] = []
         self.published: list[tuple[int, str | None]] = []
         self.decisions: list[tuple[str, Decision]] = []
+        self._first = version
         self.publications = Publications(
-            version=version,
+            newest=lambda: self.version,
             check=lambda version, path, decided: self.checks.append((version, path, decided)),
             on_publish=lambda version, path: self.published.append((version, path)),
         )
+
+    @property
+    def version(self) -> int:
+        return self.published[-1][0] if self.published else self._first
 
     def publish(self, version: int, path: str | None = "p", source: str = "rank 0") -> None:
         self.publications.publish(
@@ -31,13 +36,13 @@ def test_nothing_is_decided_before_the_check_is() -> None:
     """Then the version counts, once."""
     checked = Checked()
     checked.publish(1)
-    assert (checked.published, checked.decisions, checked.publications.version) == ([], [], 0)
+    assert (checked.published, checked.decisions, checked.version) == ([], [], 0)
     checked.checks[0][2]("")
     checked.checks[0][2]("")
     checked.checks[0][2]("too late")
     assert checked.published == [(1, "p")]
     assert checked.decisions == [("rank 0", Decision(accepted=True))]
-    assert checked.publications.version == 1
+    assert checked.version == 1
 
 
 def test_a_version_that_cannot_be_loaded_leaves_no_trace_but_a_line() -> None:
@@ -47,7 +52,7 @@ def test_a_version_that_cannot_be_loaded_leaves_no_trace_but_a_line() -> None:
         checked.publish(1)
         checked.checks[0][2]("no weights at p")
     assert checked.decisions == [("rank 0", Decision(accepted=False, note="no weights at p"))]
-    assert (checked.published, checked.publications.version) == ([], 0)
+    assert (checked.published, checked.version) == ([], 0)
     assert [entry["event"] for entry in logs] == ["trainer.version_refused"]
     checked.publish(1)
     checked.checks[0][2]("")
@@ -105,7 +110,7 @@ def test_a_check_that_fails_itself_refuses_the_version() -> None:
     def check(version: int, path: str | None, decided: Callable[[str], None]) -> None:
         raise OSError("the disk is gone")
 
-    publications = Publications(version=0, check=check, on_publish=lambda version, path: None)
+    publications = Publications(newest=lambda: 0, check=check, on_publish=lambda version, path: None)
     with capture_logs() as logs:
         publications.publish(1, "p", source="rank 0", then=decisions.append)
     assert decisions == [Decision(accepted=False, note="version 1 could not be checked: the disk is gone")]

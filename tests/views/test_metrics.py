@@ -1,5 +1,6 @@
 """Prometheus metrics: what a scrape shows is what the ledger and the status say."""
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from orchestrator.dispatch.ledger import Lane, Ledger, Outcome
@@ -86,6 +87,20 @@ def test_every_env_is_shown() -> None:
     assert found[one("sequences_total", env="b")] == 7
     assert found[one("env_restarts_total", env="a")] == 3
     assert found[one("rollouts_dropped_total", env="a", reason="equal_rewards")] == 4
+
+
+def test_every_domain_is_shown() -> None:
+    """What the envs of a domain have of the mix, together: asked for, delivered, and in sequences."""
+    envs = {
+        "gsm": env_status(target=0.45, actual=0.4, emitted=40),
+        "aime": env_status(target=0.15, actual=0.1, emitted=10),
+        "code": env_status(domain="code", target=0.4, actual=0.5, emitted=50),
+    }
+    found = scraped(sample_status(envs=envs))
+    assert found[one("domain_mix_target", domain="math")] == pytest.approx(0.6)
+    assert found[one("domain_mix_actual", domain="math")] == pytest.approx(0.5)
+    assert found[one("domain_mix_count", domain="math")] == 50
+    assert found[one("domain_mix_count", domain="code")] == 50
 
 
 def test_every_endpoint_is_shown() -> None:

@@ -17,8 +17,8 @@ def console(width: int = 120, *, terminal: bool = False) -> tuple[Console, io.St
     return Console(file=out, width=width, force_terminal=terminal, color_system=None), out
 
 
-def shown(status: Any) -> str:
-    target, out = console()
+def shown(status: Any, width: int = 120) -> str:
+    target, out = console(width)
     target.print(render(status))
     return out.getvalue()
 
@@ -36,6 +36,41 @@ def test_the_display_shows_every_env_against_its_target() -> None:
     assert lines["math"][1:5] == ["0.750", "41.2%", "39.1%", "40.0%"]
     assert lines["code"][1] == "–"
     assert lines["code"][4] == "60.0%"
+
+
+MATH = {"gsm": env_status(target=0.3, actual=0.25), "aime": env_status(target=0.1, actual=0.05)}
+CODE = {"code": env_status(domain="code", target=0.6, actual=0.7)}
+
+
+def test_envs_stand_below_their_domain() -> None:
+    """Where there are several domains and one has several envs; an env alone in its domain is its own line."""
+    lines = [line.split() for line in shown(sample_status(envs=MATH | CODE)).splitlines() if line.strip()]
+    names = [line[0] for line in lines]
+    assert names[names.index("env") + 1 : -1] == ["math", "gsm", "aime", "code"]
+    assert lines[names.index("math")][3:5] == ["30.0%", "40.0%"]
+
+
+@pytest.mark.parametrize("envs", [MATH, CODE | {"reverse": env_status(domain="reverse")}])
+def test_domains_that_say_nothing_new_are_not_shown(envs: dict[str, Any]) -> None:
+    """A single domain, or one for each env, is what the lines of the envs say already."""
+    lines = [line.split() for line in shown(sample_status(envs=envs)).splitlines() if line.strip()]
+    assert [line[0] for line in lines][-1 - len(envs) : -1] == list(envs)
+
+
+@pytest.mark.parametrize("width", [50, 80, 120])
+def test_numbers_are_never_cut(width: int) -> None:
+    """A narrow terminal shows fewer columns and shorter names; what it shows is whole, and no line is too long."""
+    env = env_status(completed=1234567, dispatched=2345678)
+    out = shown(sample_status(envs={"an-environment-with-a-name-that-is-long": env}), width)
+    lines = out.splitlines()
+    (row,) = [line for line in lines if line.startswith("an-env")]
+    whole = {"0.750", "41.2%", "39.1%", "40.0%", "12", "1234567", "1111099", "250ms"}
+    cells = row.replace(" ms", "ms").split()[1:]
+    assert {"0.750", "41.2%", "40.0%"} <= set(cells) <= whole
+    assert len(cells) == {50: 3, 80: 6, 120: 8}[width]
+    assert all(len(line.rstrip()) <= width for line in lines)
+    for fact in ("step 5/20", "in flight 12/64", "rollouts/s 37", "queued 8/32"):
+        assert any(fact in line for line in lines)
 
 
 def test_the_display_says_what_is_waited_for() -> None:
@@ -147,3 +182,11 @@ def test_the_summary_is_readable() -> None:
     assert lines[4] == ["all", "0.010", "0.970", "7680"]
     assert "60 steps in 21.4 s; rollouts: 7680 completed, 2 timed out" in out.getvalue()
     assert "run directory: runs/quickstart" in out.getvalue()
+
+
+def test_the_summary_fits_a_narrow_terminal() -> None:
+    """Headings go to a second line before a word or a number of theirs is cut."""
+    target, out = console(50)
+    print_summary(SUMMARY, target)
+    assert "…" not in out.getvalue()
+    assert "sequences" in out.getvalue()

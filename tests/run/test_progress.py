@@ -1,0 +1,185 @@
+"""Every run makes progress, exactly and once only, whatever its configuration and whatever happens to it.
+
+A random search over configurations and weather in virtual time, and the scenarios by name that stopped runs or lost
+work before.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, note, settings
+
+from orchestrator.dispatch.ledger import Lane
+from orchestrator.simulate.world import Behaviour
+from orchestrator.tasks.evaluations import EvalPlan
+from tests.support.scenarios import Env, Scenario, check, explain, play, scenarios, thrown_away
+from tests.support.worlds import NEVER, make_world
+
+search: dict[str, Any] = {
+    "deadline": None,
+    "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large],
+}
+
+
+@pytest.mark.timeout(300)
+@settings(max_examples=50, **search)
+@given(scenario=scenarios())
+def test_any_run_finishes_with_exact_batches(scenario: Scenario) -> None:
+    """It ends, batches are exact and fresh enough, minimums hold, and nothing is trained on twice."""
+    check(scenario, play(scenario))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@settings(max_examples=2000, **search)
+@given(scenario=scenarios())
+def test_any_of_many_runs_finishes_with_exact_batches(scenario: Scenario) -> None:
+    """The same, searched for longer; the smallest scenario that fails is printed."""
+    note(repr(scenario))
+    check(scenario, play(scenario))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@settings(max_examples=500, **search)
+@given(scenario=scenarios(mode="pace", on_stuck="split", kills=(), server_deaths=()))
+def test_pace_throws_nothing_away(scenario: Scenario) -> None:
+    """What is finished is trained on, but for what the last group of a batch brings beyond it."""
+    note(repr(scenario))
+    played = play(scenario)
+    assert played.finished, played.why
+    assert not thrown_away(played)
+
+
+def finishes(scenario: Scenario) -> None:
+    """For several draws of latencies and losses."""
+    for seed in range(3):
+        drawn = replace(scenario, seed=seed)
+        check(drawn, play(drawn))
+
+
+NAMED = {
+    "more is planned at once than the servers have room for": Scenario(
+        envs=(Env(),), batch_size=64, max_inflight=512, capacity=16, max_versions=4
+    ),
+    "groups of seventeen to twenty sequences make batches of 64": Scenario(
+        envs=(Env(group_size=17), Env(group_size=18), Env(group_size=19), Env(group_size=20)), batch_size=64
+    ),
+    "minimums of groups that do not sum to the batch": Scenario(
+        envs=(Env(group_size=4), Env(group_size=3, minimum=0.4), Env(group_size=4, minimum=0.1)),
+        batch_size=16,
+    ),
+    "a minimum of an env that has a rate": Scenario(
+        envs=(Env(), Env(minimum=0.25, rollouts_per_minute=60.0)), batch_size=16
+    ),
+    "quotas that wait for an env that has a rate": Scenario(
+        envs=(Env(), Env(rollouts_per_minute=60.0)), quotas=True, on_starved="wait"
+    ),
+    "drop with an env that has a cap": Scenario(
+        envs=(Env(), Env(minimum=0.25, max_inflight=4, latency=8.0)), mode="drop", max_versions=1
+    ),
+    "a queue of one batch with mixed sizes": Scenario(
+        envs=(Env(group_size=5), Env(group_size=3), Env(group_size=7, minimum=0.25)), max_buffered=1.0
+    ),
+    "no staleness at all with groups of 48 and 16": Scenario(
+        envs=(Env(group_size=48), Env(group_size=16)), batch_size=64, max_versions=0, max_inflight=200
+    ),
+    "a death with a partial batch queued": Scenario(
+        envs=(Env(group_size=3), Env(group_size=5, latency=8.0)), kills=(0.9, 2.5, 9.0)
+    ),
+    "a target of nothing beside an env that has a cap": Scenario(
+        envs=(Env(ratio=0.0), Env(max_inflight=4)), batch_size=16
+    ),
+    "a rollout that yields several sequences": Scenario(
+        envs=(Env(group_size=4, sequences=(1, 2, 3, 4)),), batch_size=64, max_versions=1
+    ),
+    "servers that die and endpoints that go": Scenario(
+        envs=(Env(), Env(minimum=0.25)),
+        servers=2,
+        server_deaths=(1.0, 2.0, 9.0),
+        endpoint_losses=(3.0, 15.0),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_a_named_scenario_finishes(name: str) -> None:
+    """Each of them stopped a run, or lost finished work, in some design."""
+    finishes(NAMED[name])
+
+
+def test_a_journal_that_was_full_and_has_room_again_lets_the_run_go_on() -> None:
+    """What is in flight ends meanwhile, and nothing new is opened."""
+    world = make_world({"a": Behaviour(latency=lambda rng: 1.0)}, max_steps=5)
+
+    def has_room(room: bool) -> None:
+        world.journal.full = not room
+
+    world.at(0.5, lambda: has_room(False))
+    world.at(99.0, lambda: None)
+    world.at(100.0, lambda: has_room(True))
+    assert world.play(until=lambda: world.now >= 99.0 or bool(world.ended))
+    assert not world.ended
+    assert world.ledger.total_inflight == 0
+    assert world.play(until=lambda: bool(world.ended)), explain(world)
+
+
+def test_a_slow_good_env_beside_one_with_equal_rewards_does_not_end_as_barren() -> None:
+    """Probes of an env that yields nothing do not count while another may still deliver."""
+    world = make_world(
+        {
+            "dull": Behaviour(latency=lambda rng: 0.05, reward=lambda rng: 1.0),
+            "good": Behaviour(latency=lambda rng: 60.0),
+        },
+        keep_equal_rewards=False,
+        max_barren_batches=20,
+        strategy_options={"breaker": True},
+        max_steps=3,
+    )
+    assert world.play(until=lambda: bool(world.ended)), explain(world)
+    assert "dull" in world.parts.mix.quarantined
+    assert {group.env for _, _, batch in world.trained for group in batch.groups} == {"good"}
+
+
+def test_hanging_evaluations_do_not_stop_training() -> None:
+    """They have at most half of the slots, and the run ends once their time is up."""
+    plan = EvalPlan(env="e", split="eval", num_examples=100, rollouts_per_example=2, interval=1)
+    world = make_world(
+        {"a": Behaviour(latency=lambda rng: 1.0), "e": Behaviour(latency=lambda rng: NEVER)},
+        evals=[plan],
+        max_inflight=16,
+        rollout_timeout_s=600.0,
+        max_attempts=1,
+        max_steps=10,
+    )
+    assert world.play(until=lambda: world.steps() >= 10 or world.now > 600.0)
+    assert world.steps() == 10, explain(world)
+    assert world.now < 200.0
+    assert world.play(until=lambda: bool(world.ended)), explain(world)
+    assert world.eval_results[-1]["failure_kinds"] == {"timed_out": 200}
+
+
+def test_an_env_that_hangs_is_given_up_in_bounded_time() -> None:
+    """Its minimum is waived when it is quarantined, and the others go on without it."""
+    world = make_world(
+        {"a": Behaviour(latency=lambda rng: 1.0), "b": Behaviour(latency=lambda rng: NEVER)},
+        train={"b": {"minimum": 0.25}},
+        rollout_timeout_s=60.0,
+        group_timeout_s=300.0,
+        max_attempts=2,
+        strategy_options={"breaker": True},
+        max_steps=10,
+    )
+    assert world.play(until=lambda: bool(world.ended)), explain(world)
+    assert world.now < 3600.0
+    assert world.parts.facts.envs["b"].dropped.total() > 0
+    assert world.ledger.inflight[Lane.TRAIN, "b"] == 0
+
+
+def test_one_rollout_in_fifty_that_hangs_holds_no_batch_for_long() -> None:
+    """The group that holds a batch back is given up after a few times what others took."""
+    scenario = Scenario(envs=(Env(hangs=0.02, spread=0.0),), max_versions=1, batch_size=16)
+    played = play(scenario)
+    assert played.finished, played.why
+    assert played.world.now < 1200.0

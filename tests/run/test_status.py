@@ -1,0 +1,90 @@
+"""The run at one moment, as the display and the summary show it."""
+
+import json
+
+import msgspec
+
+from orchestrator.run.status import build_status, build_summary, diagnose
+from orchestrator.simulate.world import Behaviour
+from orchestrator.tasks.evaluations import EvalPlan
+from tests.support.worlds import NEVER, make_world, quiet
+
+
+def test_the_status_of_a_run_adds_up() -> None:
+    """It is read off the books, which balance."""
+    world = make_world(
+        {"a": Behaviour(loss=0.2), "b": Behaviour()}, train={"b": {"minimum": 0.25}}, max_steps=20
+    )
+    assert world.play(until=lambda: world.run.version == 6)
+    status = build_status(world.run, world.now, loop_lag_p99_s=0.5)
+    assert status.state == "running"
+    assert (status.step, status.trained) == (world.parts.versions.formed, 6)
+    assert status.version == status.published == 6
+    assert status.max_steps == 20
+    assert status.batch_size == 16
+    assert status.queued_sequences == sum(env.queued for env in status.envs.values())
+    assert status.inflight == sum(env.inflight for env in status.envs.values())
+    dispatched = sum(env.dispatched for env in status.envs.values())
+    assert dispatched == status.inflight + sum(status.outcomes.values())
+    assert sum(env.emitted for env in status.envs.values()) == 16 * status.step
+    assert sum(env.actual for env in status.envs.values()) == 1.0
+    assert status.envs["b"].minimum == 4
+    assert status.envs["a"].minimum == 0
+    assert status.envs["a"].acceptance < 1.0
+    assert status.failures.keys() == {"a: broken"}
+    assert status.loop_lag_p99_s == 0.5
+    assert [endpoint.healthy for endpoint in status.endpoints] == [True]
+    assert status.staleness["max"] <= 2
+    assert json.loads(msgspec.json.encode(status))["state"] == "running"
+
+
+def test_a_waived_minimum_is_shown_with_its_reason() -> None:
+    """And how often it happened."""
+    world = make_world({"a": Behaviour(), "b": Behaviour()}, train={"b": {"minimum": 0.25}})
+    world.turn()
+    world.envs["b"].kill(0)
+    world.turn()
+    status = build_status(world.run, world.now)
+    assert status.envs["b"].minimum_waived == "it has no ready server"
+    assert status.envs["b"].minimum == 4
+    assert (status.envs["b"].servers_ready, status.envs["b"].servers, status.envs["b"].restarts) == (0, 1, 1)
+    assert status.minimums_waived == 1
+
+
+def test_a_diagnosis_names_the_oldest_rollout() -> None:
+    """With how long it has been under way."""
+    world = quiet()
+    assert diagnose(world.run, 0.0)["oldest_rollout"] is None
+    world.turn()
+    found = diagnose(world.run, 30.0)
+    assert found["oldest_rollout"] == {"task": "a/train/0", "seconds": 30.0}
+    assert found["inflight"] == 8
+    assert found["servers_ready"] == {"a": 1}
+    assert found["endpoints"] == {"http://virtual/v1": "in service"}
+    world.lose_endpoint(away_s=1.0)
+    assert diagnose(world.run, 30.0)["endpoints"] == {"http://virtual/v1": "out of service"}
+
+
+def test_the_summary_closes_the_run() -> None:
+    """Steps that were trained, what came of each env, and every evaluation."""
+    plan = EvalPlan(env="e", split="eval", num_examples=2, rollouts_per_example=1, interval=2)
+    world = make_world(
+        {"a": Behaviour(), "e": Behaviour()}, max_steps=3, evals=[plan], train={"a": {"num_tasks": 7}}
+    )
+    assert world.play(until=lambda: bool(world.ended))
+    summary = build_summary(world.run, world.ended, world.now)
+    assert summary["end"] == "max_steps reached"
+    assert summary["steps"] == summary["version"] == 3
+    assert summary["sequences"] == summary["envs"]["a"]["sequences"] == 48
+    assert summary["envs"]["a"]["num_tasks"] == 7
+    assert summary["envs"]["a"]["actual_share"] == 1.0
+    assert [result["step"] for result in summary["evals"]] == [0, 2, 3]
+    assert summary["wall_time_s"] == round(world.now, 3)
+
+
+def test_a_run_that_has_done_nothing_has_a_status() -> None:
+    """No division by what is not there."""
+    world = make_world({"a": Behaviour(latency=lambda rng: NEVER)})
+    status = build_status(world.run, 0.0)
+    assert (status.state, status.step, status.reward) == ("starting", 0, None)
+    assert build_summary(world.run, "stopped", 0.0)["steps"] == 0
