@@ -56,26 +56,6 @@ AGAIN_S = 300.0
 LOOK_S = 5.0
 """The longest time between two looks: what is wanted changes without telling the watchdog."""
 
-REMEDIES = {
-    "journal": "the disk is slow or full; journal.max_backlog_bytes bounds what may wait for it",
-    "endpoint": "see whether the inference servers of inference.base_urls answer",
-    "weights": "see why the inference servers do not load it; inference.update_timeout_s bounds the wait",
-    "slot": "rollouts may hang: see oldest_rollout; dispatch.rollout_timeout_s bounds them, dispatch.max_inflight is how many run",
-    "server": "see the logs of the env's servers",
-    "room": "rollouts may hang: see oldest_rollout; more room is train.env.workers or train.env.capacity",
-    "cap": "raise train.env.max_inflight",
-    "rate": "raise train.env.rollouts_per_minute",
-    "trainer": "raise staleness.max_versions",
-    "queue": "raise batch.max_buffered",
-    "probes": "see failures: every env fails and is only probed",
-    "backoff": "see failures: tasks are tried again after dispatch.backoff_s",
-    "older_group": "rollouts may hang: dispatch.rollout_timeout_s bounds them; staleness.max_versions lets batches go ahead",
-    "minimum": 'lower train.env.min_batch_allocation, or set train.env.on_unmet_minimum = "waive"',
-    "quota": 'set batch.on_starved = "redistribute"',
-    "misfit": 'set batch.on_stuck = "split", or choose a batch.size that whole groups add up to',
-}
-"""What to look at or to change, by the kind of a wait."""
-
 
 class Watchdog:
     """Says what a run waits for when nothing moves; after too long, one diagnostic record or the end of the run.
@@ -143,10 +123,8 @@ class Watchdog:
         if waited < WAITING_S:
             return WAITING_S - waited
         facts = self._diagnose()
-        waits = facts["waits"]
-        kinds = tuple(sorted(waits))
+        kinds = tuple(sorted(facts["waits"]))
         if kinds not in self._told or now - self._told[kinds] >= AGAIN_S:
             self._told[kinds] = now
-            remedies = [REMEDIES[kind] for kind in waits if kind in REMEDIES]
-            log.warning("run.waiting", seconds=round(waited, 1), remedies=remedies, **facts)
+            log.warning("run.waiting", idle_s=round(waited, 1), **facts)
         return LOOK_S

@@ -533,6 +533,7 @@ async def test_a_remote_server_that_is_restarted_is_used_again(tmp_path: Path, g
     async with supervised(Env(spec(tmp_path, "Gated", addresses=(address,)))) as env:
         asked = Asked(env)
         asked.submit(*[request(index) for index in range(8)])
+        await until(lambda: any(stats is not None and stats.inflight == 8 for stats in env.stats().values()))
         await server.stop(grace_s=0)
         ends = [failure(outcome) for outcome in await asked.wait()]
         assert all(end.lost and end.retryable for end in ends)
