@@ -51,7 +51,7 @@ def make_server(world_size: int, on_ack: Callable[[int], None]) -> BatchServer:
         run="",
         keep=1,
         last_step=0,
-        version=0,
+        newest_version=lambda: 0,
         load=None,
         check_version=lambda version, path, decided: decided(""),
         on_ack=on_ack,

@@ -1,5 +1,7 @@
 """The orchestrator's own log in its run directory: always there, bounded in size, never a reason to fail.
 
+Only its owner can read it: messages of environments may quote what is private.
+
 When the file is full it becomes `<name>.1`, in place of the one before, so that the newest half at least is always
 there. A line that cannot be written (a full disk) is left out: the run has its own ways to notice that.
 """
@@ -10,6 +12,7 @@ from pathlib import Path
 from typing import IO, TextIO, cast
 
 from orchestrator.errors import JournalError
+from orchestrator.journal.directory import make_private, open_private
 
 MAX_BYTES = 64 * 2**20
 """Of one file; there are two."""
@@ -20,10 +23,10 @@ class LogFile(io.TextIOBase):
 
     def __init__(self, path: Path, *, max_bytes: int) -> None:
         super().__init__()
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_private(path.parent)
         self._path = path
         self._max_bytes = max_bytes
-        self._file: IO[bytes] = path.open("ab", buffering=0)
+        self._file = self._open()
         self._bytes = path.stat().st_size
 
     @property
@@ -41,8 +44,11 @@ class LogFile(io.TextIOBase):
 
     def _rotate(self) -> None:
         self._path.replace(self._path.with_name(f"{self._path.name}.1"))
-        full, self._file, self._bytes = self._file, self._path.open("ab", buffering=0), 0
+        full, self._file, self._bytes = self._file, self._open(), 0
         full.close()
+
+    def _open(self) -> IO[bytes]:
+        return open(self._path, "ab", buffering=0, opener=open_private)
 
     def close(self) -> None:
         self._file.close()
@@ -52,6 +58,7 @@ class LogFile(io.TextIOBase):
 def open_log(run_dir: Path, *, max_bytes: int = MAX_BYTES) -> TextIO:
     """`logs/orchestrator.log` of a run directory, which is made where it is missing."""
     try:
+        make_private(run_dir)
         # It has what a log needs of a text stream: write, flush, isatty, name.
         return cast("TextIO", LogFile(run_dir / "logs" / "orchestrator.log", max_bytes=max_bytes))
     except OSError as error:

@@ -275,7 +275,7 @@ class EvalConfig(Section):
     """Evaluations during the run."""
 
     interval: Positive = 20
-    """Steps between evaluations; one also runs before the first step."""
+    """Steps between evaluations; one also runs before the first step, and one after the last."""
     num_examples: Positive | None = None
     """Tasks of the split that are evaluated; all when unset."""
     rollouts_per_example: Positive = 1

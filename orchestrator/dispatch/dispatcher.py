@@ -108,6 +108,7 @@ class Dispatcher:
     def fail(self, attempt: Attempt, kind: str, *, retryable: bool, now: float) -> None:
         """An attempt failed; it is tried again when that may help and attempts are left."""
         if not attempt.ended:
+            kind = self.ledger.kind(attempt.group.lane, attempt.group.env, kind)
             self._end(attempt, Outcome.FAILED, kind)
             self._again_or_failed(attempt, kind, retryable=retryable, now=now)
 

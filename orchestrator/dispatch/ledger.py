@@ -2,10 +2,11 @@
 
     dispatched = in flight + Σ outcomes          for each lane (train, eval) and env
 
-Metrics are read off the ledger; nothing else counts rollouts.
+Metrics are read off the ledger; nothing else counts rollouts. Kinds of failures are names that an environment chooses,
+so that only so many of them are told apart: they become labels of metrics, rows of the journal and memory.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from enum import StrEnum
 from typing import Any
@@ -35,6 +36,13 @@ class Outcome(StrEnum):
 
 Key = tuple[Lane, str]
 
+KINDS = 64
+"""Kinds of failures that are told apart for each lane and env."""
+KIND_LENGTH = 80
+"""Characters of a kind that are kept."""
+OTHER = "other"
+"""What every further kind is called."""
+
 
 class Ledger:
     """Counts rollouts by lane, env and outcome."""
@@ -44,6 +52,17 @@ class Ledger:
         self.inflight: Counter[Key] = Counter()
         self.outcomes: Counter[tuple[Lane, str, Outcome, str]] = Counter()
         self.total_inflight = 0
+        self._kinds: defaultdict[Key, set[str]] = defaultdict(set)
+
+    def kind(self, lane: Lane, env: str, kind: str) -> str:
+        """The name under which a kind of failure is counted, here and by everybody else."""
+        kind = kind[:KIND_LENGTH]
+        known = self._kinds[lane, env]
+        if kind not in known:
+            if len(known) >= KINDS:
+                return OTHER
+            known.add(kind)
+        return kind
 
     def start(self, lane: Lane, env: str, n: int) -> None:
         """`n` rollouts entered flight."""
@@ -89,6 +108,7 @@ class Ledger:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on counting from an earlier process' totals."""
-        for lane, env, outcome, detail, n in state["outcomes"]:
+        for lane, env, outcome, kind, n in state["outcomes"]:
+            detail = self.kind(Lane(lane), env, kind) if outcome == Outcome.FAILED else kind
             self.outcomes[Lane(lane), env, Outcome(outcome), detail] += n
             self.dispatched[Lane(lane), env] += n

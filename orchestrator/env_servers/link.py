@@ -109,7 +109,9 @@ class Link:
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_MESSAGE_BYTES)
         socket.setsockopt(zmq.SNDHWM, _SEND_HIGH_WATER)
-        socket.setsockopt(zmq.RCVHWM, _SEND_HIGH_WATER)
+        # libzmq ends the process when a peer's ping meets a connection that was reset while its input was stopped. So
+        # its input never stops: a server has no more to say than was asked of it, and is read as it comes.
+        socket.setsockopt(zmq.RCVHWM, 0)
         # Only to a connection that stands: what is queued for a dead server would reach its successor.
         socket.setsockopt(zmq.IMMEDIATE, 1)
         socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)

@@ -1,7 +1,7 @@
 """The one stream of facts about a run: what the progress display, the metrics, the status page and the summary read.
 
-`Facts` is told what happened (groups scored, dropped, batches formed) and remembers it; `status` puts it together with what the ledger, the
-staleness book, the buffer and the mix know at that moment. Nothing else keeps counts of its own.
+`Facts` is told what happened (groups scored, dropped, batches formed) and remembers it; `run.status` puts it together
+with what the ledger, the book of versions, the buffer and the mix know at that moment. Nothing else keeps counts of its own.
 """
 
 from collections import Counter, deque

@@ -10,11 +10,15 @@ import msgspec
 
 
 class WaitStatus(msgspec.Struct):
-    """One thing that is waited for; `seconds` until time ends the wait, None where an event must."""
+    """One thing that is waited for; `seconds` until time ends the wait, None where an event must.
+
+    `remedy` is what to change if it lasts.
+    """
 
     kind: str
     text: str
     seconds: float | None
+    remedy: str = ""
 
 
 class EnvStatus(msgspec.Struct):

@@ -153,8 +153,9 @@ class Run:
         """No inference server could load a version: the last one stays in use, and it was never published."""
         log.error("version.refused", version=version, why=why)
         self.refused = f"version {version} could not be loaded: {why}"
+        if version == self.parts.versions.published:
+            self.weights_path = self.loaded_path
         self.parts.versions.withdraw(version)
-        self.weights_path = self.loaded_path
         self.save(now)
 
     def stop(self, now: float) -> None:

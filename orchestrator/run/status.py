@@ -33,6 +33,7 @@ def build_status(
                 wait.kind.value,
                 wait.text,
                 None if wait.until is None else max(0.0, round(wait.until - now, 3)),
+                wait.remedy,
             )
             for wait in found
         ],
@@ -117,6 +118,7 @@ def diagnose(run: Run, now: float) -> dict[str, Any]:
     return {
         "waiting_for": describe(waits),
         "waits": {wait.kind.value: wait.text for wait in waits},
+        "remedies": [wait.remedy for wait in waits if wait.remedy],
         "buffer": parts.sink.explain(),
         "inflight": parts.ledger.total_inflight,
         "oldest_rollout": None

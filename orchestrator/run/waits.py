@@ -29,7 +29,13 @@ def find_waits(run: Run, now: float) -> list[Wait]:
                 f"the inference servers to load version {parts.versions.published} (they have {parts.versions.serving})",
             )
         )
-    found.append(_batch_wait(run))
+    mixed = [env.name for env in run.settings.train if env.target > 0]
+    if parts.mix.quarantined.issuperset(mixed):
+        names = ", ".join(f'"{name}"' for name in mixed)
+        found.append(Wait(WaitKind.PROBES, f"probes: each env yields next to nothing ({names})"))
+    batch = _batch_wait(run)
+    if batch.kind not in [wait.kind for wait in found]:
+        found.append(batch)
     if parts.evaluations.due:
         names = ", ".join(f'"{name}"' for name in parts.evaluations.due)
         found.append(Wait(WaitKind.EVALUATION, f"the evaluation before, or the weights, for {names}"))
@@ -49,6 +55,8 @@ def _batch_wait(run: Run) -> Wait:
             WaitKind.ACKNOWLEDGEMENT, f"the trainer ({untrained} batches are formed and not trained on)"
         )
     if sink.held is not None:
+        env, version = sink.held
+        text = f'a group of env "{env}" from version {version}, which a further batch would make too old'
         return Wait(WaitKind.OLDER_GROUP, text, until=run.held_until)
     if sink.stuck:
         at = buffer.split_at
@@ -57,6 +65,9 @@ def _batch_wait(run: Run) -> Wait:
             if at
             else Wait(WaitKind.MISFIT, text)
         )
+    if sum(sink.queued().values()) >= sink.capacity and not buffer.can_take():
+        kind = WaitKind.QUOTA if run.settings.batch.quotas else WaitKind.MINIMUM
+        return Wait(kind, f"groups ({text})")
     return Wait(WaitKind.GROUPS, text)
 
 

@@ -39,6 +39,7 @@ from orchestrator.inference import (
     InferencePool,
     build_weight_update,
 )
+from orchestrator.journal import EnvIdentity, RunIdentity, digest_of
 from orchestrator.local.children import LocalChildren
 from orchestrator.mix import CircuitBreaker, EnvShare, build_mix, mix_targets, verify_strategy
 from orchestrator.mix.foreign import describe_fault
@@ -227,6 +228,27 @@ def build_eval_envs(config: Config) -> EvalEnvs:
         )
         made.append(EvalEnv(replace(spec, capacity=max(spec.capacity, repeats)), settings))
     return EvalEnvs(made)
+
+
+def build_identity(config: Config, train: TrainEnvs) -> RunIdentity:
+    """What decides which tasks come; the environments must be connected."""
+    return RunIdentity(
+        config.seed,
+        {
+            name: EnvIdentity(
+                id=", ".join(_without_split(text) for text in section.ids),
+                split=env.spec.split,
+                num_tasks=env.num_tasks,
+                args=digest_of(env.spec.args),
+            )
+            for (name, env), section in zip(train.items(), config.train.env, strict=True)
+        },
+    )
+
+
+def _without_split(text: str) -> str:
+    split = parse_id(text).split
+    return text if split is None else text.removesuffix(f"@{split}")
 
 
 def build_settings(config: Config, train: TrainEnvs, evals: EvalEnvs) -> RunSettings:

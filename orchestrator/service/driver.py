@@ -70,11 +70,11 @@ class Driver(Generic[Run_]):
         loop = asyncio.get_running_loop()
         while True:
             self._wake.clear()
+            if self._error is not None:
+                raise self._error
             now = self.clock()
             more = self.run.advance(now, at_most=TURN)
             self.perform()
-            if self._error is not None:
-                raise self._error
             self._turned.set()
             if more:
                 await asyncio.sleep(0)
@@ -95,7 +95,11 @@ class Driver(Generic[Run_]):
 
     def tell(self, event: Callable[..., None], *arguments: object) -> None:
         """Something happened to the run: tell it, with the time, and have it look."""
-        event(*arguments, self.clock())
+        try:
+            event(*arguments, self.clock())
+        # Raised inside a neighbour, which must go on: `drive` raises it instead.
+        except Exception as error:  # noqa: BLE001  see above
+            self._error = self._error or error
         self.wake()
 
     def close(self) -> None:

@@ -47,8 +47,41 @@ class LoopLag:
         return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
 
 
+WAITING_S = 30.0
+"""A trainer that has waited so long, without anything moving, is worth a word about what it waits for."""
+
+AGAIN_S = 300.0
+"""The same wait is told again only after this long."""
+
+LOOK_S = 5.0
+"""The longest time between two looks: what is wanted changes without telling the watchdog."""
+
+REMEDIES = {
+    "journal": "the disk is slow or full; journal.max_backlog_bytes bounds what may wait for it",
+    "endpoint": "see whether the inference servers of inference.base_urls answer",
+    "weights": "see why the inference servers do not load it; inference.update_timeout_s bounds the wait",
+    "slot": "rollouts may hang: see oldest_rollout; dispatch.rollout_timeout_s bounds them, dispatch.max_inflight is how many run",
+    "server": "see the logs of the env's servers",
+    "room": "rollouts may hang: see oldest_rollout; more room is train.env.workers or train.env.capacity",
+    "cap": "raise train.env.max_inflight",
+    "rate": "raise train.env.rollouts_per_minute",
+    "trainer": "raise staleness.max_versions",
+    "queue": "raise batch.max_buffered",
+    "probes": "see failures: every env fails and is only probed",
+    "backoff": "see failures: tasks are tried again after dispatch.backoff_s",
+    "older_group": "rollouts may hang: dispatch.rollout_timeout_s bounds them; staleness.max_versions lets batches go ahead",
+    "minimum": 'lower train.env.min_batch_allocation, or set train.env.on_unmet_minimum = "waive"',
+    "quota": 'set batch.on_starved = "redistribute"',
+    "misfit": 'set batch.on_stuck = "split", or choose a batch.size that whole groups add up to',
+}
+"""What to look at or to change, by the kind of a wait."""
+
+
 class Watchdog:
-    """One diagnostic record when nothing has moved for too long; by configuration, the end of the run."""
+    """Says what a run waits for when nothing moves; after too long, one diagnostic record or the end of the run.
+
+    A wait is told after `WAITING_S` in which no rollout ended and no batch was formed although the trainer had none.
+    """
 
     def __init__(
         self,
@@ -56,6 +89,7 @@ class Watchdog:
         timeout_s: float,
         exit_on_stall: bool,
         progressed_at: Callable[[], float],
+        starved: Callable[[], bool],
         all_failing_s: Callable[[], float],
         diagnose: Callable[[], dict[str, Any]],
         clock: Callable[[], float],
@@ -63,29 +97,56 @@ class Watchdog:
         self._timeout_s = timeout_s
         self._exit = exit_on_stall
         self._progressed_at = progressed_at
+        self._starved = starved
         self._all_failing_s = all_failing_s
         self._diagnose = diagnose
         self._clock = clock
+        self._reported = -1.0
+        self._starved_since: float | None = None
+        self._told: dict[tuple[str, ...], float] = {}
 
     async def run(self) -> None:
         """Watch until cancelled; StalledError when the run is to end."""
-        reported = -1.0
         while True:
-            since = self._progressed_at()
-            idle = self._clock() - since
-            failing = self._all_failing_s()
-            if failing >= self._timeout_s:
+            pause_s = self.look()
+            await asyncio.sleep(pause_s)
+
+    def look(self) -> float:
+        """Look once; returns after how many seconds to look again."""
+        now, since, failing = self._clock(), self._progressed_at(), self._all_failing_s()
+        idle = now - since
+        if failing >= self._timeout_s:
+            raise StalledError(
+                f"every env has been failing for {failing:.0f} s: {self._diagnose()['failures']}"
+            )
+        if idle >= self._timeout_s and since != self._reported:
+            self._reported = since
+            facts = self._diagnose()
+            log.error("run.stalled", idle_s=round(idle, 1), **facts)
+            if self._exit:
                 raise StalledError(
-                    f"every env has been failing for {failing:.0f} s: {self._diagnose()['failures']}"
+                    f"nothing has moved for {idle:.0f} s: waiting for {facts['waiting_for']}; {facts['buffer']}"
                 )
-            if idle >= self._timeout_s and since != reported:
-                reported = since
-                facts = self._diagnose()
-                log.error("run.stalled", idle_s=round(idle, 1), **facts)
-                if self._exit:
-                    raise StalledError(
-                        f"nothing has moved for {idle:.0f} s: waiting for {facts['waiting_for']}; {facts['buffer']}"
-                    )
-            # Sleeping until the earliest moment at which a limit could be reached is exact, not polling.
-            wait_s = min(self._timeout_s - min(idle, 0.9 * self._timeout_s), self._timeout_s - failing)
-            await asyncio.sleep(max(0.05, wait_s))
+        told_in_s = self._tell_wait(now, since)
+        # The earliest moment at which a limit could be reached.
+        stalled_in_s = min(self._timeout_s - min(idle, 0.9 * self._timeout_s), self._timeout_s - failing)
+        return max(0.05, min(stalled_in_s, told_in_s, LOOK_S))
+
+    def _tell_wait(self, now: float, since: float) -> float:
+        """Say what a trainer without a batch waits for; returns after how long that might be due."""
+        if not self._starved():
+            self._starved_since = None
+            return WAITING_S
+        if self._starved_since is None:
+            self._starved_since = now
+        waited = now - max(since, self._starved_since)
+        if waited < WAITING_S:
+            return WAITING_S - waited
+        facts = self._diagnose()
+        waits = facts["waits"]
+        kinds = tuple(sorted(waits))
+        if kinds not in self._told or now - self._told[kinds] >= AGAIN_S:
+            self._told[kinds] = now
+            remedies = [REMEDIES[kind] for kind in waits if kind in REMEDIES]
+            log.warning("run.waiting", seconds=round(waited, 1), remedies=remedies, **facts)
+        return LOOK_S

@@ -39,6 +39,7 @@ from orchestrator.service.wiring import (
     Offers,
     build_batch_server,
     join_shells,
+    note_identity,
     open_journal,
 )
 from orchestrator.trainer_link.encoding import check_shares
@@ -90,6 +91,7 @@ class Service:
         watchdog = Watchdog(
             timeout_s=config.dispatch.stall_timeout_s,
             exit_on_stall=config.dispatch.exit_on_stall,
+            starved=lambda: run.state is RunState.RUNNING and run.parts.sink.starved,
             progressed_at=lambda: run.progressed,
             all_failing_s=lambda: run.parts.mix.all_quarantined_for(clock()),
             diagnose=lambda: diagnose(run, clock()),
@@ -134,11 +136,14 @@ class Service:
                     group.create_task(part)
         except BaseExceptionGroup as errors:
             ended, failed = errors.split(_EndOfRun)
+            found = list(failed.exceptions) if failed is not None else []
             if ended is None:
-                known = errors.subgroup(OrchestratorError)
-                raise (known or errors).exceptions[0] from None
-            for error in failed.exceptions if failed is not None else ():
+                found.sort(key=lambda error: not isinstance(error, OrchestratorError))
+                cause = found.pop(0)
+            for error in found:
                 log.error("part.failed", error=f"{type(error).__name__}: {error}", note="as the run ended")
+            if ended is None:
+                raise cause from None
         return await self.driver.ended
 
     async def _drain(self) -> None:
@@ -222,6 +227,7 @@ async def start_service(config: Config, *, fresh: bool = False) -> AsyncIterator
         await _wait_ready(
             children, [train.connect(), evals.connect(), pool.wait_ready(config.inference.ready_timeout_s)]
         )
+        note_identity(config, journal, train)
         offers = Offers(config.max_steps)
         run = build_run(
             blueprint.build_settings(config, train, evals),

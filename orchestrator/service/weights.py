@@ -43,6 +43,8 @@ class WeightLoader:
         self._pool = pool
         self._asked = asyncio.Event()
         self._newest: tuple[int, str | None] = (0, None)
+        self._pending = 0
+        """A version that the servers have been given, and that none has answered for yet; 0 if there is none."""
 
     def load(self, version: int, path: str | None) -> None:
         """A version is to be loaded; one that was asked for before and not begun is left out."""
@@ -54,6 +56,13 @@ class WeightLoader:
         run, loaded = driver.run, self._pool.loaded
         if loaded.version > run.version:
             driver.tell(run.on_loaded, loaded.version, loaded.path)
+        pending = self._pending
+        if pending and self._pool.version < pending:
+            self._pending = 0
+            why = f"no inference server could load it; version {loaded.version} stays"
+            driver.tell(run.on_refused, pending, why)
+        elif loaded.version >= pending:
+            self._pending = 0
         driver.wake()
 
     async def run(self, driver: Driver[Run]) -> None:
@@ -67,5 +76,6 @@ class WeightLoader:
             except WeightUpdateError as error:
                 driver.tell(driver.run.on_refused, version, str(error))
             else:
-                # With no server in service nothing is loaded yet; the first that comes back brings it.
+                # With no server in service nothing is loaded yet; the first that comes back loads or refuses it.
+                self._pending = version
                 self.look(driver)

@@ -9,10 +9,11 @@ from typing import Any
 import structlog
 
 from orchestrator.config import Config
+from orchestrator.env_servers.env import TrainEnvs
 from orchestrator.errors import ConfigError, JournalError
 from orchestrator.groups.group import Batch
 from orchestrator.inference import InferencePool
-from orchestrator.journal import Journal, Recovered
+from orchestrator.journal import Journal, Recovered, differences, notices
 from orchestrator.run.run import Run
 from orchestrator.service import blueprint
 from orchestrator.service.driver import Driver
@@ -42,16 +43,24 @@ def open_journal(config: Config, fresh: bool, failed: asyncio.Future[JournalErro
     )
     if journal.moved_aside is not None:
         log.warning("journal.moved_aside", to=str(journal.moved_aside))
-    seed = journal.meta.get("seed")
-    if seed is None:
-        journal.set_meta("seed", str(config.seed))
-    elif seed != str(config.seed):
-        journal.close()
-        raise ConfigError(
-            f"{config.run_dir} holds a run with seed {seed}, not {config.seed}: its tasks come in another order; "
-            f"set seed = {seed}, choose another run_dir, or start over with --fresh"
-        )
     return journal
+
+
+def note_identity(config: Config, journal: Journal, train: TrainEnvs) -> None:
+    """Hold what decides the tasks against what earlier processes of the run noted; ConfigError if it changed.
+
+    Recorded positions would stand for other tasks: some would be trained on twice and others never.
+    """
+    before, now = journal.identity, blueprint.build_identity(config, train)
+    changes = differences(before, now)
+    if changes:
+        remedy = "set it back, choose another run_dir, or start over with --fresh"
+        raise ConfigError(
+            "\n  ".join([f"{config.run_dir} holds a run with other tasks", *changes, f"remedy: {remedy}"])
+        )
+    for notice in notices(before, now):
+        log.warning("run.changed", note=notice)
+    journal.set_identity(now)
 
 
 class EvaluationFile:

@@ -1,4 +1,9 @@
-"""The rules of a run in virtual time."""
+"""Runs in virtual time, where an hour takes a second and every failure can be repeated from its seed.
+
+`world` drives the real rules of a whole run (`orchestrator.run`) against imagined environments, inference servers and
+trainers, with `journal` as its record; tests play thousands of them. `mix` tries a mix strategy and the batch buffer
+alone, with pretended rollouts, for `orchestrator simulate`. Nothing here waits, starts a process or looks at a clock.
+"""
 
 from orchestrator.simulate.mix import (
     MixBuilder,

@@ -2,8 +2,9 @@
 
 Rollouts take log-normal times (or fixed ones) and are lost with a given probability; as many as there are slots
 are in flight, like in a run that never waits for its trainer. A group's rollouts start as slots become free, each
-frees its slot by itself, and the group is reported when the last one ends. The same scenario and seed give the same result. It knows nothing of
-configuration files or terminals.
+frees its slot by itself, and the group is reported when the last one ends. Dispatch, staleness and the trainer are left
+out; `world` has them. The same scenario and seed give the same result. It knows nothing of configuration files or
+terminals.
 """
 
 import heapq

@@ -18,6 +18,14 @@ class Barren:
         self._rollouts = 0
         self._reasons: Counter[str] = Counter()
 
+    def _remedy(self) -> str:
+        if all("equal_rewards" in reason for reason in self._reasons):
+            return (
+                "all rewards of every group are equal, so there is nothing to learn: choose easier or harder tasks, "
+                "or keep such groups with dispatch.keep_equal_rewards = true"
+            )
+        return "mend the environment"
+
     def delivered(self) -> None:
         """A group was queued."""
         self._rollouts = 0
@@ -33,5 +41,5 @@ class Barren:
             reasons = "; ".join(f"{what} ({n} rollouts)" for what, n in self._reasons.most_common(4))
             raise StalledError(
                 f"none of the last {self._rollouts} rollouts could be trained on: {reasons}; "
-                "mend the environment, or raise dispatch.max_barren_batches"
+                f"{self._remedy()}, or raise dispatch.max_barren_batches"
             )

@@ -153,6 +153,11 @@ class TrainSink:
         return self._versions.formed - self._versions.trained < AHEAD and not self.finished
 
     @property
+    def starved(self) -> bool:
+        """Whether the trainer is done with every batch and wants another one."""
+        return self.wanted and self._versions.formed <= self._versions.trained
+
+    @property
     def finished(self) -> bool:
         """Whether every batch of the run is formed."""
         return self._max_steps is not None and self._versions.formed >= self._max_steps

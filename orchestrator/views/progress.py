@@ -22,6 +22,8 @@ GAP = "   "
 COLUMN_GAP = 2
 NAME_WIDTH = 18
 """What a long name keeps of a narrow terminal before columns are left out."""
+SUMMARY_WIDTH = 72
+"""Below this, headings of the summary take two lines."""
 LEFT_OUT_FIRST = ("latency", "mix run", "failed", "in flight", "done", "mix now")
 
 
@@ -161,7 +163,8 @@ def print_summary(summary: dict[str, Any], console: Console) -> None:
     console.print(Text(plain(f"{summary['end']}"), style="bold"))
     table = Table(box=None, pad_edge=False, header_style="dim")
     for heading in ("env", "first reward", "last reward", "mix", "target", "sequences"):
-        table.add_column(heading, justify="left" if heading == "env" else "right")
+        shown = heading.replace(" ", "\n") if console.width < SUMMARY_WIDTH else heading
+        table.add_column(shown, justify="left" if heading == "env" else "right")
     for name, env in summary["envs"].items():
         table.add_row(
             Text(plain(name)),

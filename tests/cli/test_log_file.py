@@ -17,6 +17,17 @@ def test_lines_are_in_the_file_at_once(tmp_path: Path) -> None:
     assert Path(log.name).read_text() == "one\nzwei – Ü\n"
 
 
+def test_only_its_owner_can_read_the_log(tmp_path: Path) -> None:
+    """Messages of environments may quote what is private; a directory that exists keeps its permissions."""
+    there = tmp_path / "there"
+    there.mkdir(mode=0o755)
+    for run_dir, mode in ((tmp_path / "run", 0o700), (there, 0o755)):
+        with open_log(run_dir) as log:
+            log.write("one\n")
+        modes = [path.stat().st_mode & 0o777 for path in (run_dir, run_dir / "logs", Path(log.name))]
+        assert modes == [mode, 0o700, 0o600]
+
+
 def test_a_continued_run_appends(tmp_path: Path) -> None:
     """What earlier processes of the run said stays."""
     for line in ("one\n", "two\n"):

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.dispatch.ledger import Lane, Ledger, Outcome
+from orchestrator.dispatch.ledger import KIND_LENGTH, KINDS, Lane, Ledger, Outcome
 
 
 @given(
@@ -48,3 +48,21 @@ def test_totals_go_on_in_a_later_process() -> None:
     assert later.balances()
     assert later.totals()["failed"] == 2
     assert later.total_inflight == 0
+
+
+def test_kinds_without_end_become_one() -> None:
+    """An environment that names every failure differently fills neither memory nor the metrics; also after a restart."""
+    ledger = Ledger()
+    for number in range(10_000):
+        ledger.start(Lane.TRAIN, "a", 1)
+        kind = ledger.kind(Lane.TRAIN, "a", f"failure {number} " + "x" * 1000)
+        ledger.end(Lane.TRAIN, "a", 1, Outcome.FAILED, kind)
+    assert ledger.balances()
+    assert len(list(ledger.rows())) == KINDS + 1
+    assert ledger.outcomes[Lane.TRAIN, "a", Outcome.FAILED, "other"] == 10_000 - KINDS
+    assert max(len(detail) for _, _, _, detail, _ in ledger.rows()) <= KIND_LENGTH
+    later = Ledger()
+    later.load_state_dict(ledger.state_dict())
+    assert later.outcomes == ledger.outcomes
+    assert later.kind(Lane.TRAIN, "a", "a new one") == "other"
+    assert later.kind(Lane.TRAIN, "b", "a new one") == "a new one"

@@ -126,7 +126,7 @@ def free_port() -> int:
 
 def start_server(tmp_path: Path, bind: str, environment: str = "Quick", **fields: Any) -> ChildProcess:
     """A server as an operator elsewhere would run it: not spawned by an Env."""
-    server_spec = ServerSpec(name="elsewhere", id=f"{MODULE}:{environment}", bind=bind, **fields)
+    server_spec = ServerSpec(**{"name": "elsewhere", "id": f"{MODULE}:{environment}", "bind": bind, **fields})
     server = ChildProcess(
         server_command(sys.executable),
         kept=True,

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from orchestrator.journal import JournalReader
 from orchestrator.local.server import run_policy_server
@@ -73,6 +74,44 @@ async def test_one_signal_drains_and_saves(tmp_path: Path, policy: str, number: 
     if number == signal.SIGTERM:
         async with await Command.start("run", config, logs=tmp_path / "logs") as command:
             assert (await command.wait_event("run.resumed"))["groups"] == 2
+
+
+@pytest.mark.timeout(120)
+async def test_every_batch_keeps_its_minimums_however_often_a_run_is_stopped(
+    tmp_path: Path, policy: str
+) -> None:
+    """Servers that end with the run are no reason to waive a minimum, and a run that drains forms nothing more."""
+    record, link = tmp_path / "rank-0.jsonl", f"ipc://{tmp_path}/trainer"
+    config = config_file(
+        tmp_path,
+        policy,
+        env("Dice", "quick", ratio=0.9),
+        env("Dice", "slow", ratio=0.1, min_batch_allocation=0.5, args={"latency_s": 0.05}),
+        trainer={"bind": link},
+    )
+    spec = TrainerSpec(link, str(record), str(tmp_path / "trigger"))
+    async with await TrainerProcess.start(spec):
+        for life in range(1, 4):
+            async with await Command.start("run", config, logs=tmp_path / "logs") as command:
+                await until(
+                    lambda: (
+                        read_records([record]).last_step >= 5 * life  # noqa: B023  awaited before the next turn
+                        or command.process.returncode is not None
+                    )
+                )
+                command.send(signal.SIGTERM)
+                assert await command.wait() == 128 + signal.SIGTERM, command.errors()[-3000:]
+                events = [
+                    json.loads(line)["event"] for line in command.errors().splitlines() if line[:1] == "{"
+                ]
+                assert "batch.formed" not in events[events.index("run.draining") :]
+                assert "minimum.waived" not in events
+                assert "Traceback" not in command.errors()
+                assert "cannot schedule new futures" not in command.errors()
+    records = read_records([record])
+    records.check(world_size=1, batch_size=8)
+    for line in records.batches.values():
+        assert sum(n for group, n in line["groups"].items() if group.startswith("slow/")) >= 4
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -169,6 +208,48 @@ async def test_a_run_directory_that_cannot_be_written_ends_the_start(tmp_path: P
     code, said = await run_failing(tmp_path, config, "--run_dir", str(tmp_path / "file" / "run"))
     assert code == 6
     assert "file/run: the run directory cannot be written" in said
+
+
+# --- a run directory with other tasks -------------------------------------------------------------------------------
+
+
+async def test_a_run_directory_with_other_tasks_is_refused_and_every_change_is_named(
+    tmp_path: Path, policy: str
+) -> None:
+    """Exit code 2 with both values and the remedy; nothing was changed, so the old configuration goes on."""
+    old = [env("Dice", "dice", args={"tasks": 50}), env("Ranked", "ranked")]
+    changed = [env("Dice", "dice", args={"tasks": 60}), env("Ranked", "ranked")]
+    changed[1]["id"] += "@hard"
+    async with running_service(make_config(tmp_path / "run", policy, old, seed=1)):
+        pass
+    code, said = await run_failing(tmp_path, config_file(tmp_path, policy, *changed, seed=2))
+    assert code == 2
+    assert f"{tmp_path / 'run'} holds a run with other tasks" in said
+    assert "the seed was 1 and is 2" in said
+    assert 'env "dice": it had 50 tasks and has 60 tasks' in said
+    assert 'env "ranked": the split was "train" and is "hard"' in said
+    assert "set it back, choose another run_dir, or start over with --fresh" in said
+    async with running_service(make_config(tmp_path / "run", policy, old, seed=1)):
+        pass
+    config = make_config(tmp_path / "run", policy, changed, seed=2)
+    async with running_service(config, fresh=True):
+        pass
+
+
+async def test_an_env_may_be_new_in_a_run_that_goes_on(tmp_path: Path, policy: str) -> None:
+    """It is said, as are changed arguments and an env that is gone."""
+    async with running_service(make_config(tmp_path / "run", policy, [env("Dice"), env("Chat")])):
+        pass
+    envs = [env("Dice", args={"latency_s": 0.01}), env("Ranked")]
+    with capture_logs() as logs:
+        async with running_service(make_config(tmp_path / "run", policy, envs)):
+            pass
+    notes = [record["note"] for record in logs if record["event"] == "run.changed"]
+    assert [note.partition(";")[0] for note in notes] == [
+        'env "ranked" is new and starts at its first task',
+        'env "chat" was removed',
+        'env "dice": its args have changed',
+    ]
 
 
 # --- what cannot go on ----------------------------------------------------------------------------------------------

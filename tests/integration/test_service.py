@@ -8,10 +8,12 @@ from pathlib import Path
 
 import aiohttp
 import pytest
+from structlog.testing import capture_logs
 
 from orchestrator.errors import StalledError
 from orchestrator.journal import JournalReader
 from orchestrator.local.server import run_policy_server
+from orchestrator.service import start_service
 from orchestrator.trainer import AsyncTrainerClient
 from tests.integration.env_servers import until
 from tests.integration.recording_trainer import TrainerRecord, train_here
@@ -155,7 +157,8 @@ async def test_a_fresh_run_starts_over_and_keeps_the_old_journal(
             await running.wait_end()
         assert record.last_step == 2
     assert (tmp_path / "run" / "journal.old-1").is_dir()
-    assert len((tmp_path / "run" / "evals.jsonl").read_text().splitlines()) == 1
+    written = [json.loads(line) for line in (tmp_path / "run" / "evals.jsonl").read_text().splitlines()]
+    assert [result["step"] for result in written] == [0, 2]
 
 
 # --- staleness --------------------------------------------------------------------------------------------------
@@ -303,6 +306,44 @@ async def test_a_run_in_which_every_env_fails_ends_in_bounded_time(tmp_path: Pat
             await running.wait_end()
     assert "one: error" in str(raised.value)
     assert "two: error" in str(raised.value)
+
+
+async def fail_at_the_end(message: str) -> None:
+    """A part that goes wrong when it is told to end."""
+    try:
+        await asyncio.Event().wait()
+    finally:
+        raise RuntimeError(message)
+
+
+async def test_errors_that_come_together_with_the_end_of_a_run_are_reported(
+    tmp_path: Path, policy: str
+) -> None:
+    """The run has ended as it should, so they do not change that; but they are said."""
+    config = make_config(tmp_path / "run", policy, [env("Dice")])
+    with capture_logs() as logs:
+        async with start_service(config) as service:
+            service.stop.set()
+            assert await service.serve(fail_at_the_end("a window broke")) == "stopped by a signal"
+    [failed] = [record for record in logs if record["event"] == "part.failed"]
+    assert failed["error"] == "RuntimeError: a window broke"
+
+
+async def test_of_several_errors_the_cause_ends_the_run_and_the_others_are_reported(
+    tmp_path: Path, policy: str
+) -> None:
+    """An error of ours is more likely the cause than one that nobody foresaw."""
+
+    async def fail() -> None:
+        raise StalledError("nothing moves")
+
+    config = make_config(tmp_path / "run", policy, [env("Dice")])
+    with capture_logs() as logs, pytest.raises(StalledError, match="nothing moves"):
+        async with start_service(config) as service:
+            await service.serve(fail_at_the_end("a window broke"), fail())
+    assert [record["error"] for record in logs if record["event"] == "part.failed"] == [
+        "RuntimeError: a window broke"
+    ]
 
 
 # --- looking at it ------------------------------------------------------------------------------------------------

@@ -191,6 +191,42 @@ def test_missing_groups_are_waited_for() -> None:
     assert said(started(), WaitKind.GROUPS).text == "0 of 8 sequences are queued"
 
 
+@pytest.mark.parametrize(
+    ("kind", "options", "text"),
+    [
+        (
+            WaitKind.MINIMUM,
+            {"train": {"a": {}, "b": {"minimum": 0.5}}},
+            'groups (env "b" has 0 of its minimum of 4 sequences)',
+        ),
+        (
+            WaitKind.QUOTA,
+            {"quotas": True, "on_starved": "wait"},
+            'groups (env "b" has 0 of its quota of 4 sequences)',
+        ),
+    ],
+)
+def test_the_env_that_a_full_queue_lacks_is_named(kind: WaitKind, options: dict[str, Any], text: str) -> None:
+    """With what it has and what every batch must have of it."""
+    behaviours = {"a": Behaviour(latency=lambda rng: NEVER), "b": Behaviour(latency=lambda rng: NEVER)}
+    world = make_world(behaviours, batch_size=8, max_inflight=64, max_versions=9, **options)
+    world.turn()
+    for group in [group for group in world.open_groups() if group.env == "a"][:2]:
+        world.finish_group(group)
+    world.turn()
+    assert said(world, kind).text == text
+
+
+def test_probes_are_waited_for_when_every_env_is_quarantined() -> None:
+    """Nothing else is started, and the envs are named."""
+    world = make_world(
+        {"a": Behaviour(loss=1.0, retryable=0.0), "b": Behaviour(loss=1.0, retryable=0.0)},
+        strategy_options={},
+    )
+    assert world.play(until=lambda: len(world.parts.mix.quarantined) == 2)
+    assert said(world, WaitKind.PROBES).text == 'probes: each env yields next to nothing ("a", "b")'
+
+
 def test_a_pause_after_a_failure_says_until_when() -> None:
     """Unless the slots are full with other work."""
     world = started(capacity=4, max_inflight=64, backoff_s=3.0, max_backoff_s=3.0)
@@ -215,7 +251,7 @@ def test_a_run_whose_batches_are_all_formed_waits_for_the_trainer() -> None:
     world.turn()
     kinds = [wait.kind for wait in world.parts.dispatcher.waits(world.now)]
     assert kinds == [WaitKind.DONE]
-    assert world.wait(WaitKind.DONE) is not None
+    assert said(world, WaitKind.DONE).text == "the trainer to finish the last batches"
 
 
 def test_a_draining_run_waits_for_open_groups_alone() -> None:

@@ -7,9 +7,14 @@ import pytest
 
 from envs.curve import generate_pair, write_pair
 from orchestrator.config import Config
+from orchestrator.env_servers.env import Env
 from orchestrator.errors import ConfigError
 from orchestrator.groups.group import Group
+from orchestrator.journal import EnvIdentity, digest_of
+from orchestrator.run.build import build_buffer
+from orchestrator.run.settings import RunSettings
 from orchestrator.service import blueprint
+from orchestrator.simulate.world import Behaviour, World
 
 
 def config(**changes: Any) -> Config:
@@ -148,19 +153,38 @@ def test_keys_are_read_from_files_and_their_absence_is_named(tmp_path: Path) -> 
         blueprint.build_train_envs(lonely)
 
 
+@pytest.fixture
+def connected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Environments count as connected, with 100 tasks each."""
+    monkeypatch.setattr(Env, "num_tasks", 100)
+
+
+def settings_of(made: Config) -> RunSettings:
+    return blueprint.build_settings(made, blueprint.build_train_envs(made), blueprint.build_eval_envs(made))
+
+
+@pytest.mark.usefixtures("connected")
+@pytest.mark.parametrize("on_stuck", ["wait", "split"])
 @pytest.mark.parametrize(
     ("sizes", "batch", "slack"), [((8, 8), 64, 0), ((8, 4), 64, 4), ((4, 3), 12, 3), ((12, 2), 12, 6)]
 )
 def test_slack_is_what_whole_groups_may_leave_of_a_batch(
-    sizes: tuple[int, int], batch: int, slack: int
+    sizes: tuple[int, int], batch: int, slack: int, on_stuck: str
 ) -> None:
-    """None where every group has the same size; never more than half a batch."""
+    """None where every group has the same size or is split; never more than half a batch."""
     envs = [
         {"id": "reverse", "name": f"e{i}", "ratio": 1.0, "group_size": size} for i, size in enumerate(sizes)
     ]
-    assert blueprint.batch_slack(config(train={"env": envs}, batch={"size": batch})) == slack
+    made = config(
+        train={"env": envs}, batch={"size": batch, "on_stuck": on_stuck}, staleness={"max_versions": 0}
+    )
+    world = World(settings_of(made), {"e0": Behaviour(), "e1": Behaviour()})
+    room = world.run.parts.pace.room(queued={}, minimums={})
+    left = slack if on_stuck == "wait" else 0
+    assert [n for n in range(1, batch + 1) if room.admits("e0", n)] == list(range(1, batch - left + 1))
 
 
+@pytest.mark.usefixtures("connected")
 def test_paced_queues_are_walked_by_age_of_the_policy() -> None:
     """So that older work goes first; with drop, what came first goes first."""
 
@@ -169,8 +193,25 @@ def test_paced_queues_are_walked_by_age_of_the_policy() -> None:
 
     for mode, first in (("pace", "new arrival, old version"), ("drop", "old arrival, new version")):
         made = config(staleness={"mode": mode}, batch={"size": 1})
-        envs = blueprint.build_train_envs(made)
-        buffer: Any = blueprint.build_buffer(made, {"r": 1.0}, envs, split=refuse)
+        buffer: Any = build_buffer(settings_of(made), refuse)
         buffer.add("old arrival, new version", env="r", size=1, version=2)
         buffer.add("new arrival, old version", env="r", size=1, version=1)
         assert buffer.take() == [first]
+
+
+@pytest.mark.usefixtures("connected")
+def test_the_identity_of_a_run_is_what_decides_its_tasks() -> None:
+    """The seed, and of each env id, split, number of tasks and arguments; a split in the id is told once."""
+    made = config(
+        seed=7,
+        train={
+            "env": [
+                {"id": "reverse@hard", "name": "a", "ratio": 1.0, "args": {"length": 3}},
+                {"id": ["reverse", "agree"], "name": "b", "ratio": 1.0},
+            ]
+        },
+    )
+    identity = blueprint.build_identity(made, blueprint.build_train_envs(made))
+    assert identity.seed == 7
+    assert identity.envs["a"] == EnvIdentity("reverse", "hard", 100, digest_of({"length": 3}))
+    assert identity.envs["b"].id == "reverse, agree"

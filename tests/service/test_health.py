@@ -11,24 +11,39 @@ from orchestrator.errors import StalledError
 from orchestrator.service.health import LoopLag, Watchdog
 from tests.support.waiting import until
 
-DIAGNOSIS = {"waiting_for": "the trainer", "buffer": "32 of 32", "failures": {"math: error": 3}}
+DIAGNOSIS: dict[str, Any] = {
+    "waiting_for": "the trainer",
+    "waits": {"trainer": "the trainer", "groups": "8 sequences"},
+    "buffer": "32 of 32",
+    "failures": {"math: error": 3},
+}
 
 
 class Watched:
     """A run as the watchdog sees it: what moved last, how long everything has failed, what the time is."""
 
-    def __init__(self, *, now: float = 1000.0, exit_on_stall: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        now: float = 1000.0,
+        exit_on_stall: bool = False,
+        timeout_s: float = 0.1,
+        starved: bool = False,
+    ) -> None:
         self.now = now
+        self.starved = starved
+        self.diagnosis = DIAGNOSIS
         self.progressed = 0.0
         self.failing_s = 0.0
         self.looks = 0
         self.looked = asyncio.Event()
         self.watchdog = Watchdog(
-            timeout_s=0.1,
+            timeout_s=timeout_s,
             exit_on_stall=exit_on_stall,
             progressed_at=lambda: self.progressed,
+            starved=lambda: self.starved,
             all_failing_s=self._look,
-            diagnose=lambda: DIAGNOSIS,
+            diagnose=lambda: self.diagnosis,
             clock=lambda: self.now,
         )
 
@@ -92,6 +107,66 @@ async def test_a_run_in_which_every_env_fails_ends() -> None:
     watched.progressed, watched.failing_s = watched.now, 5.0
     with pytest.raises(StalledError, match=r"every env has been failing for 5 s: .*math: error"):
         await watched.watchdog.run()
+
+
+def waits_told(watched: Watched, until: float) -> list[tuple[float, Any]]:
+    """Let virtual time pass, looking whenever the watchdog asks for it; what it said about waiting, and when."""
+    told = []
+    while watched.now < until:
+        with capture_logs() as records:
+            pause = watched.watchdog.look()
+        told += [(watched.now, record) for record in records if record["event"] == "run.waiting"]
+        watched.now += pause
+    return told
+
+
+def starving(**changes: Any) -> Watched:
+    """A run whose trainer has no batch from time 0 on; it counts as stalled only much later."""
+    return Watched(now=0.0, timeout_s=10_000.0, **({"starved": True} | changes))
+
+
+def test_a_trainer_that_waits_is_told_what_for_and_what_to_change() -> None:
+    """Once, 30 s after the last thing moved; long before the run counts as stalled."""
+    watched = starving()
+    watched.diagnosis = DIAGNOSIS | {"waits": {"cap": "its cap of 4 in flight", "groups": "8 sequences"}}
+    [(when, record)] = waits_told(watched, until=200.0)
+    assert when == 30.0
+    assert record["log_level"] == "warning"
+    assert record["seconds"] == 30.0
+    assert record["waits"] == watched.diagnosis["waits"]
+    assert record["remedies"] == ["raise train.env.max_inflight"]
+
+
+def test_a_wait_that_lasts_is_told_every_five_minutes() -> None:
+    """So that whoever reads only the end of a log still finds it."""
+    assert [when for when, _ in waits_told(starving(), until=1000.0)] == [30.0, 330.0, 630.0, 930.0]
+
+
+def test_another_wait_is_told_at_once() -> None:
+    """What is waited for changed, so what was said no longer helps."""
+    watched = starving()
+    assert len(waits_told(watched, until=50.0)) == 1
+    watched.diagnosis = DIAGNOSIS | {"waits": {"server": "a ready server"}}
+    [(when, record)] = waits_told(watched, until=100.0)
+    assert when <= 60.0
+    assert record["remedies"] == ["see the logs of the env's servers"]
+
+
+def test_no_wait_is_told_while_the_trainer_works() -> None:
+    """However long a step takes; and when it ends, the next batch has its 30 s."""
+    watched = starving(starved=False)
+    assert waits_told(watched, until=1000.0) == []
+    watched.starved = True
+    [(when, _)] = waits_told(watched, until=1100.0)
+    assert 1030.0 <= when <= 1036.0
+
+
+def test_no_wait_is_told_while_rollouts_end() -> None:
+    """A batch that is slow to fill is not a run that waits."""
+    watched = starving()
+    for second in range(0, 500, 20):
+        watched.progressed = float(second)
+        assert waits_told(watched, until=second + 20.0) == []
 
 
 async def test_the_lag_of_a_blocked_loop_is_seen() -> None:

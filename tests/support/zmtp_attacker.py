@@ -69,3 +69,29 @@ def strike(port: int) -> None:
             peer.sendall(PING * 2000)
         except OSError:
             return
+
+
+def fill_and_reset(peer: socket.socket, high_water: int) -> None:
+    """Send more than a peer that reads nothing takes in, each message with a ping, and reset once its input has stopped.
+
+    A pong for every ping says how far it has come. What is left of the last buffer that it read has pings in it.
+    """
+    peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    peer.settimeout(20.0)
+    peer.sendall((message(b"\xc1") + PING) * (high_water + 500))
+    pong = len(_frame(4, b"\x04PONGx"))
+    received = 0
+    while received < pong * (high_water - 1):
+        received += len(peer.recv(65536))
+    peer.close()
+
+
+def accept(listener: socket.socket) -> socket.socket:
+    """The next connection of a client, which has shaken hands."""
+    peer, _ = listener.accept()
+    peer.settimeout(20.0)
+    peer.sendall(GREETING + _frame(4, b"\x05READY" + _property(b"Socket-Type", b"ROUTER")))
+    received = b""
+    while b"READY" not in received:
+        received += peer.recv(4096)
+    return peer

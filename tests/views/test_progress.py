@@ -182,3 +182,11 @@ def test_the_summary_is_readable() -> None:
     assert lines[4] == ["all", "0.010", "0.970", "7680"]
     assert "60 steps in 21.4 s; rollouts: 7680 completed, 2 timed out" in out.getvalue()
     assert "run directory: runs/quickstart" in out.getvalue()
+
+
+def test_the_summary_fits_a_narrow_terminal() -> None:
+    """Headings go to a second line before a word or a number of theirs is cut."""
+    target, out = console(50)
+    print_summary(SUMMARY, target)
+    assert "…" not in out.getvalue()
+    assert "sequences" in out.getvalue()
