@@ -226,6 +226,10 @@ class BatchBuffer(Generic[T]):
         """
         envs = list(self._envs.values())
         found = self._rule.needed(envs, coming, spare)
+        mixed = len({size for env in envs for size in env.recent}) > 1
+        if self._split is None and mixed and len(found) == len(envs) and any(coming.values()):
+            # Of whole groups one too many is a group for nothing: first what is coming, then one at a time.
+            return frozenset()
         if (
             found
             or self.unit == "tokens"

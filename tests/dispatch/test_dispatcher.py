@@ -419,7 +419,6 @@ def test_groups_of_different_sizes_lose_little_by_splitting() -> None:
     assert lost / len(world.journal.groups) < 0.01
 
 
-@pytest.mark.xfail(strict=True, reason="what is beyond a batch of whole groups is one group in twenty")
 def test_groups_of_different_sizes_lose_little_without_splitting() -> None:
     """The slack keeps what is lost rare."""
     world = of_different_sizes("wait")
