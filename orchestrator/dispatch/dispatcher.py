@@ -117,7 +117,7 @@ class Dispatcher:
         if attempt.ended:
             return
         suspects = self._suspects[attempt.group.lane, attempt.group.env]
-        charged = suspects.guilty(attempt, together)
+        charged = suspects.lost(attempt, together)
         self._end(attempt, Outcome.LOST)
         group = attempt.group
         if group.closed or (charged and attempt.number >= self._rules_of(group).max_attempts):
@@ -125,8 +125,11 @@ class Dispatcher:
             group.failure = "server_lost"
             self._settle(group)
             return
-        suspects.lost(together)
-        suspects.add(Attempt(group=group, count=attempt.count, number=attempt.number + charged, suspect=True))
+        suspects.add(
+            Attempt(
+                group=group, count=attempt.count, number=attempt.number + charged, suspect=attempt.suspect + 1
+            )
+        )
         group.waiting += 1
 
     def lose_endpoint(self, endpoint: Any, now: float) -> None:
@@ -230,8 +233,7 @@ class Dispatcher:
             return False
         suspects = self._suspects[key]
         if attempt.suspect:
-            suspects.waiting.popleft()
-            suspects.inflight += 1
+            suspects.started(attempt)
         else:
             self._ready[key].popleft()
         group.endpoint = attempt.endpoint = endpoint
@@ -352,7 +354,7 @@ class Dispatcher:
         self.flight.end(attempt)
         del group.running[attempt]
         if attempt.suspect:
-            self._suspects[key].inflight -= 1
+            self._suspects[key].ended(attempt)
         self._placement.release(attempt.endpoint, attempt.count)
         self.ledger.end(group.lane, group.env, attempt.count, outcome, detail)
 

@@ -72,14 +72,14 @@ class PendingGroup:
 class Attempt:
     """One attempt at one line of a group; `count` rollouts at once (1, or the whole group when group-scored).
 
-    `server` is where room was reserved for it, `request` what the driver sent, `suspect` says that a server died
-    under an earlier attempt at the same line.
+    `server` is where room was reserved for it, `request` what the driver sent, `suspect` counts
+    how often a server died under earlier attempts at the same line.
     """
 
     group: PendingGroup
     count: int
     number: int = 1
-    suspect: bool = False
+    suspect: int = 0
     started: float = 0.0
     ended: bool = False
     endpoint: Any = None

@@ -213,7 +213,8 @@ class Run:
         """When `advance` has something to do even if nothing happens."""
         times = [self.parts.dispatcher.next_event_at(now)]
         if self.state is RunState.RUNNING:
-            times += [self.parts.buffer.split_at, self.held_until]
+            # While a batch is held back for a group in flight nothing is split, however long the queue has been stuck.
+            times += [self.parts.buffer.split_at if self.parts.sink.stuck else None, self.held_until]
         return min((time for time in times if time is not None), default=None)
 
     def drain(self) -> list[RunInstruction]:

@@ -87,3 +87,11 @@ def test_a_group_that_ends_in_time_is_in_the_batch_that_waited_for_it() -> None:
     world.turn()
     assert left.task.key in [group.id for group in world.journal.batches[-1].groups]
     assert not world.journal.evicted
+
+
+def test_a_queue_that_was_stuck_before_its_batch_was_held_back_is_no_reason_to_look_again_at_once() -> None:
+    """The time of the split is past and nothing is split meanwhile: a driver that looked again would never rest."""
+    world = held()
+    hold(world)
+    world.parts.buffer._stuck_since = -100.0
+    assert world.run.next_event_at(world.now) == world.run.held_until

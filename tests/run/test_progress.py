@@ -54,7 +54,7 @@ def test_pace_throws_nothing_away(scenario: Scenario) -> None:
 
 def finishes(scenario: Scenario) -> None:
     """For several draws of latencies and losses."""
-    for seed in range(3):
+    for seed in (0, 1, 159):
         drawn = replace(scenario, seed=seed)
         check(drawn, play(drawn))
 
@@ -93,6 +93,32 @@ NAMED = {
     ),
     "a rollout that yields several sequences": Scenario(
         envs=(Env(group_size=4, sequences=(1, 2, 3, 4)),), batch_size=64, max_versions=1
+    ),
+    "a stuck queue whose batch is held back meanwhile": Scenario(
+        envs=(
+            Env(group_size=6, spread=1.0, group_scored=True, rollouts_per_minute=60.0),
+            Env(
+                group_size=7,
+                ratio=0.2,
+                latency=8.0,
+                spread=0.0,
+                loss=0.3,
+                sequences=(1, 2),
+                max_inflight=4,
+                rollouts_per_minute=600.0,
+            ),
+        ),
+        batch_size=32,
+        quotas=True,
+        on_starved="wait",
+        max_versions=1,
+        max_inflight=16,
+        servers=2,
+        capacity=32,
+        train_s=0.0,
+        load_s=2.0,
+        kills=(47.4, 8.6, 22.6),
+        server_deaths=(9.8, 44.2),
     ),
     "servers that die and endpoints that go": Scenario(
         envs=(Env(), Env(minimum=0.25)),
