@@ -136,7 +136,9 @@ class Experiment:
 
     async def _lives(self, chaos: Chaos) -> None:
         for life in range(chaos.orchestrator + 1):
-            command = await Command.start("run", self.config, logs=self.directory / "logs")
+            command = await Command.start(
+                "run", self.config, logs=self.directory / "logs", PYTHONFAULTHANDLER="1"
+            )
             self.commands.append(command)
             async with command:
                 if life < chaos.orchestrator and await self._cut_short(command, chaos):
@@ -155,8 +157,10 @@ class Experiment:
         try:
             return await command.wait()
         except asyncio.CancelledError:
-            # Its own words on what it waits for, before it is killed.
+            # Its own words on what it waits for, and its stack, before it is killed.
             await self._note_status()
+            command.send(signal.SIGABRT)
+            await command.wait()
             raise
 
     async def _note_status(self) -> None:
