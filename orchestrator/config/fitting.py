@@ -1,6 +1,6 @@
 """Whether batches can be made at all: batch size, group sizes, minimums and quotas, seen together.
 
-Only batches of sequences are looked at: a token budget takes whatever fits. With `on_stuck = "split"` every batch
+A token budget takes whatever fits, so that there only the targets are looked at. With `on_stuck = "split"` every batch
 can be made, perhaps by splitting groups, which is worth a warning; with "wait" what can never be made is a
 problem. Like all checks, these look at data that may be of the wrong type, and leave that to validation.
 """
@@ -41,6 +41,7 @@ class _Plan:
     """What batches are made of."""
 
     size: int
+    by_tokens: bool
     splits: bool
     quotas: bool
     waits_for_quotas: bool
@@ -75,6 +76,12 @@ def find_misfits(data: Mapping[str, Any]) -> Iterator[Problem]:
     """What keeps every batch, or every group of some env, from ever being formed."""
     plan = _read(data)
     if plan is None:
+        return
+    if plan.by_tokens:
+        try:
+            _targets(plan)
+        except MixError as error:
+            yield "train.env", str(error)
         return
     if plan.size > MOST_SEQUENCES:
         yield "batch.size", f"a batch has at most {MOST_SEQUENCES} sequences, not {plan.size}"
@@ -127,7 +134,7 @@ def _targets(plan: _Plan) -> dict[str, float] | None:
     if plan.domains and any(env.domain not in plan.domains for env in plan.envs):
         return None  # reported as a problem of the domains
     shares = [EnvShare(env.name, env.ratio, 1, env.minimum, env.group_size, env.domain) for env in plan.envs]
-    targets = mix_targets(shares, batch_size=plan.size, domains=plan.domains)
+    targets = mix_targets(shares, batch_size=None if plan.by_tokens else plan.size, domains=plan.domains)
     counted = any(None in ratios and (len(ratios) > 1 or not plan.domains) for ratios in plan.mixed)
     return None if counted else dict(zip((env.name for env in plan.envs), targets, strict=True))
 
@@ -151,7 +158,7 @@ def _meets_quotas(plan: _Plan, targets: Mapping[str, float]) -> bool:
 def find_misfit_warnings(data: Mapping[str, Any]) -> Iterator[Problem]:
     """Where a full queue can hold no exact batch of whole groups, or minimums are not kept as they were asked."""
     plan = _read(data)
-    if plan is None or not plan.sizes:
+    if plan is None or plan.by_tokens or not plan.sizes:
         return
     minimums = None if plan.quotas else _achievable(plan)
     if minimums is not None and minimums.lowered and not plan.splits:
@@ -214,10 +221,10 @@ def batch_minimums(batch: BatchConfig, train: TrainConfig) -> BatchMinimums:
 
 
 def _read(data: Mapping[str, Any]) -> _Plan | None:
-    """The numbers of a batch of sequences, None where there is none or its size is not a number."""
+    """The numbers of a batch, None where its size is not a number."""
     batch, train, dispatch = (_table(data, name) for name in ("batch", "train", "dispatch"))
     size = _whole(batch.get("size", 256))
-    if batch.get("unit", "sequences") != "sequences" or size is None:
+    if size is None:
         return None
     sections = train.get("env")
     envs: list[_Env] = []
@@ -243,6 +250,7 @@ def _read(data: Mapping[str, Any]) -> _Plan | None:
             )
     return _Plan(
         size=size,
+        by_tokens=batch.get("unit", "sequences") != "sequences",
         splits=batch.get("on_stuck", "split") == "split",
         quotas=batch.get("quotas") is True,
         waits_for_quotas=batch.get("on_starved") == "wait",

@@ -63,6 +63,13 @@ class Admission:
         smallest = [name for name in starved if sizes[name] == min(sizes.values())]
         return [in_time, smallest, starved]
 
+    def held_up(self, now: float) -> bool:
+        """Whether an env could open a group, were it not for the work that is under way already."""
+        if self._closed() is not None or self._pace.engines_behind:
+            return False
+        crowded = self._crowded()
+        return any(self._limit(name, now) is None and crowded(name) is not None for name in self._train)
+
     def waits(self, now: float) -> list[Wait]:
         """What keeps training envs from opening a group, one entry for each reason."""
         closed = self._closed()

@@ -150,6 +150,24 @@ class Dispatcher:
             for group in list(self.flight.groups(lane)):
                 self.drop(group, reason, again=True)
 
+    def drop_idle(self, now: float) -> None:
+        """Give up training groups that only wait, where their waiting is all that keeps other envs from starting.
+
+        Nothing of training runs, an env could open a group but for the pace, and these have no server with room: what
+        would end the wait may never come. Their tasks are asked again.
+        """
+        training = self._training
+        if training is None or not training.pace.reserved:
+            return
+        if any(self.ledger.inflight[Lane.TRAIN, name] for name in training.rules):
+            return
+        if not training.admission.held_up(now):
+            return
+        for group in list(self.flight.groups(Lane.TRAIN)):
+            port = self._env_rules[group.lane, group.env].port
+            if not port.available or not port.has_room(group.size if group.group_scored else 1):
+                self.drop(group, "no_room", again=True)
+
     def drop(self, group: PendingGroup, reason: str, *, again: bool) -> None:
         """Give up a group."""
         self._close(group, reason)

@@ -28,6 +28,8 @@ from orchestrator.env_servers.requests import Answer, OnDone, RolloutRequest
 log = structlog.get_logger()
 
 _SEND_HIGH_WATER = 10_000
+_MESSAGE_LENGTH = 1000
+_DETAIL_LENGTH = 8000
 _RECONNECT_MS = 50
 _RECONNECT_MAX_MS = 2000
 
@@ -103,6 +105,9 @@ class Link:
         self._ping_interval_s = ping_interval_s
         self._silent_ticks = max(2, round(silence_timeout_s / ping_interval_s))
         self._quiet_ticks = 0
+        self._abandoned = 0
+        """Rollouts in flight that were cancelled and that the server has not stopped yet."""
+        self._clogged_ticks = 0
         self._heard = False
         self._drained: asyncio.Future[None] | None = None
         socket = context.socket(zmq.DEALER)
@@ -178,6 +183,7 @@ class Link:
         if pending is None or pending[0] is not request or pending[1] is None:
             return False
         self._pending[request.id] = (request, None)
+        self._abandoned += request.count
         self._send(wire.encode(wire.Cancel(request.id)))
         return True
 
@@ -269,10 +275,7 @@ class Link:
         if isinstance(message, wire.Result):
             self._on_result(message)
         elif isinstance(message, wire.Failure):
-            if message.lost or message.inflight:
-                # Only we can know that a server is gone; one that says so itself is there.
-                message = msgspec.structs.replace(message, kind="error", inflight=0)
-            self._finish(message.id, message)
+            self._finish(message.id, _plain(message))
         else:
             self._on_control(message)
 
@@ -298,6 +301,8 @@ class Link:
         request, on_done = pending
         self.inflight -= request.count
         if on_done is None:
+            self._abandoned -= request.count
+            self._clogged_ticks = 0
             self._listener.on_credit(self, told=False)
             return
         self._tell(on_done, request, answer)
@@ -381,6 +386,8 @@ class Link:
             self._send(wire.encode(self._hello))
             return
         self._send(wire.encode(wire.Ping(time.perf_counter())))
+        if self._look_for_clogging():
+            return
         if self._heard or self.state is LinkState.ALIVE:
             # A server that is loading may block; readiness has a deadline of its own.
             self._heard = False
@@ -399,6 +406,30 @@ class Link:
             )
         if self._quiet_ticks >= self._silent_ticks:
             self.lose(f"nothing heard for {quiet_s:g} s")
+
+    def _look_for_clogging(self) -> bool:
+        """Give up a server whose room is taken by nothing but cancelled requests that it does not stop.
+
+        It pongs, and would never run anything again.
+        """
+        clogged = self._abandoned == self.inflight and 2 * self._abandoned >= self.capacity > 0
+        self._clogged_ticks = self._clogged_ticks + 1 if clogged else 0
+        if self._clogged_ticks < self._silent_ticks:
+            return False
+        self.lose(f"it has not stopped {self._abandoned} cancelled rollouts, which take its room")
+        return True
+
+
+def _plain(failure: wire.Failure) -> wire.Failure:
+    """A failure as it may be told on: of a length that a log can hold, and not of the kind that only we can know."""
+    if failure.lost or failure.inflight:
+        failure = msgspec.structs.replace(failure, kind="error", inflight=0)
+    if len(failure.message) > _MESSAGE_LENGTH or len(failure.detail) > _DETAIL_LENGTH:
+        # What was raised stands at the end of a traceback.
+        failure = msgspec.structs.replace(
+            failure, message=failure.message[:_MESSAGE_LENGTH], detail=failure.detail[-_DETAIL_LENGTH:]
+        )
+    return failure
 
 
 def _other_protocol(server: str, protocol: int) -> str:

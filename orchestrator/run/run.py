@@ -197,6 +197,8 @@ class Run:
             self._form(now, available)
             self._evaluate(now)
         more = parts.dispatcher.advance(now, at_most=at_most)
+        if self.state is RunState.RUNNING and parts.sink.wanted:
+            parts.dispatcher.drop_idle(now)
         absorbed = self._absorb(now)
         if self.state is RunState.RUNNING:
             if parts.sink.stuck and not parts.pace.reserved and not absorbed:

@@ -26,8 +26,8 @@ TURN = 256
 REPEATS = 100
 """A failure of a kind seen before is logged once per this many."""
 
-KINDS = 1000
-"""Kinds of failures that are told apart; a peer must not be able to fill our memory with names."""
+KINDS = 100
+"""Kinds of failures that are logged in full; a peer must not be able to fill our memory or our log with names."""
 
 
 Run_ = TypeVar("Run_", bound=Driven)

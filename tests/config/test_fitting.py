@@ -86,8 +86,9 @@ class TestMinimums:
 
     def test_a_minimum_of_an_env_that_is_never_picked(self, tmp_path: Path) -> None:
         """Known before the start, so it is told by `check`."""
-        path = written(tmp_path, "size = 32", env(8), env(8, 0.5, ratio=0))
-        assert 'env "b": min_batch_allocation is 0.5 but its ratio is 0' in problem(path)
+        for batch in ("size = 32", 'size = 3200\nunit = "tokens"'):
+            path = written(tmp_path, batch, env(8), env(8, 0.5, ratio=0))
+            assert 'env "b": min_batch_allocation is 0.5 but its ratio is 0' in problem(path)
 
     def test_minimums_that_leave_nothing_for_others(self, tmp_path: Path) -> None:
         """So is this."""

@@ -68,6 +68,7 @@ class HostileServer:
         self.capacity = 64
         self.mute = False
         self.reconnects = False
+        self.leaves = False
         self.on_cancel: Callable[[int], Answers] = lambda _: []
         self.greeting: Callable[[wire.Hello], Answers] = self._greet
         self._context = zmq.Context()
@@ -101,6 +102,9 @@ class HostileServer:
             route, *frames = self._socket.recv_multipart()
             for answer in self._answers(wire.decode_to_server(frames)):
                 self._socket.send_multipart([route, *answer])
+            if self.leaves:
+                self._socket.close(0)
+                return
             if self.reconnects and self.requests:
                 self.requests = 0
                 self._socket.close(0)
@@ -135,6 +139,11 @@ def _hold(server: HostileServer, request: wire.Request) -> Answers:
 
 def _mute(server: HostileServer, _: wire.Request) -> Answers:
     server.mute = True
+    return []
+
+
+def _leave(server: HostileServer) -> Answers:
+    server.leaves = True
     return []
 
 
@@ -194,6 +203,7 @@ BEHAVIOURS: dict[str, Callable[[HostileServer, wire.Request], Answers]] = {
     "reconnects": lambda _, request: [well(request)],
     "answers_the_cancelled": lambda server, request: _hold(server, request),
     "ready_again_and_again": lambda _, request: [well(request)],
+    "leaves_for_good": lambda server, _: _leave(server),
     "slow": lambda _, request: _slowly(request),
     "never_ready": lambda _, request: [well(request)],
 }

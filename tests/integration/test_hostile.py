@@ -40,6 +40,7 @@ async def hostile_server(behaviour: str, *capacity: str) -> AsyncIterator[str]:
     try:
         yield (await process.stdout.readline()).decode().strip()
     finally:
+        process.kill()
         await process.communicate()
 
 
@@ -111,3 +112,31 @@ async def test_a_server_that_is_never_ready_ends_the_start(
         with pytest.raises(EnvStartupError, match=f"not ready in 1.5 s at {address}"):
             async with running_service(config):
                 pass
+
+
+async def test_a_server_that_does_not_stop_what_is_cancelled_keeps_no_minimum(
+    tmp_path: Path, base_url: str
+) -> None:
+    """It pongs, but all its room is taken by rollouts that were given up: it counts as lost, and its minimum is waived."""
+    record = TrainerRecord()
+    async with hostile_server("never_answers", "4") as address:
+        config = config_with(tmp_path / "run", base_url, address, min_batch_allocation=0.25)
+        with structlog.testing.capture_logs() as logs:
+            await run_to_the_end(config, record)
+    assert record.last_step == STEPS
+    lost = [entry for entry in logs if entry["event"] == "env.server_lost"]
+    assert "has not stopped 4 cancelled rollouts" in lost[0]["reason"]
+    assert any(entry["event"] == "minimum.waived" for entry in logs)
+
+
+async def test_groups_of_a_server_that_left_do_not_hold_up_the_other_env(
+    tmp_path: Path, base_url: str
+) -> None:
+    """All that may be under way was asked of it; without it, their places go to the env that can deliver."""
+    record = TrainerRecord()
+    async with hostile_server("leaves_for_good") as address:
+        config = config_with(tmp_path / "run", base_url, address, ratio=99.0)
+        with structlog.testing.capture_logs() as logs:
+            await run_to_the_end(config, record)
+    assert record.last_step == STEPS
+    assert any(entry["event"] == "env.server_lost" for entry in logs)
