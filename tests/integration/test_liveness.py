@@ -4,7 +4,6 @@
 """
 
 import asyncio
-import os
 import random
 import shutil
 import signal
@@ -152,4 +151,4 @@ async def test_ranks_that_cannot_share_a_batch_are_refused(tmp_path: Path) -> No
     path = write_config(tmp_path / "config.toml", values)
     with pytest.raises(ConfigError, match="a batch of 16 cannot be shared equally by 3 ranks"):
         load_config(path)
-    assert not os.path.exists(tmp_path / "run")  # noqa: PTH110  a local directory
+    assert not (tmp_path / "run").exists()
