@@ -2,10 +2,12 @@
 
 import asyncio
 from collections.abc import Callable
+from pathlib import Path
 
 import structlog
 
 from orchestrator.inference import InferencePool, WeightUpdateError
+from orchestrator.local.policy import WEIGHTS_FILE
 from orchestrator.run.run import Run
 from orchestrator.service.driver import Driver
 
@@ -15,8 +17,10 @@ log = structlog.get_logger()
 class VersionChecks:
     """Looks at published versions before they are counted."""
 
-    def __init__(self, pool: InferencePool) -> None:
+    def __init__(self, pool: InferencePool, *, local: bool) -> None:
+        """`local`: the policy server of [local] loads them, whose folders look different from those of engines."""
         self._pool = pool
+        self._local = local
         self._asked: asyncio.Queue[tuple[int, str | None, Callable[[str], None]]] = asyncio.Queue()
 
     def ask(self, version: int, path: str | None, decided: Callable[[str], None]) -> None:
@@ -29,11 +33,26 @@ class VersionChecks:
             version, path, decided = await self._asked.get()
             try:
                 await self._pool.check_version(version, path)
+                if self._local and path is not None:
+                    await asyncio.to_thread(_look_for_policy, version, path)
             except WeightUpdateError as error:
                 log.error("version.refused", version=version, why=str(error))
                 decided(str(error))
             else:
                 decided("")
+
+
+def _look_for_policy(version: int, path: str) -> None:
+    try:
+        folder = Path(path)
+        there = (folder / WEIGHTS_FILE if folder.is_dir() else folder).is_file()
+    except ValueError:  # a name that no file can have
+        there = False
+    if not there:
+        raise WeightUpdateError(
+            f"version {version}: there is no {WEIGHTS_FILE} in {path!r}, which the policy server of [local] loads; "
+            "publish after the files are written"
+        )
 
 
 class WeightLoader:

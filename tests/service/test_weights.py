@@ -151,7 +151,7 @@ async def test_versions_are_looked_at_one_after_the_other_and_each_is_answered()
     """An empty answer is a good one."""
     pool = FakePool()
     pool.refuse[2] = "it is not a folder"
-    checks = VersionChecks(cast("InferencePool", pool))
+    checks = VersionChecks(cast("InferencePool", pool), local=False)
     answers: list[tuple[int, str]] = []
     for version in (1, 2, 3):
         checks.ask(version, "somewhere", lambda why, version=version: answers.append((version, why)))  # type: ignore[misc]
