@@ -177,6 +177,11 @@ class BatchBuffer(Generic[T]):
             return None
         return self._stuck_since + self._stuck_after_s
 
+    @property
+    def splits(self) -> bool:
+        """Whether groups are split where whole ones make no exact batch; by tokens none needs to be."""
+        return self._split is not None or self.unit == "tokens"
+
     def can_take(self) -> bool:
         """Whether `take` would return a batch without splitting a group."""
         return self._ready if self._ready is not None else self._choose() is not None
@@ -230,7 +235,11 @@ class BatchBuffer(Generic[T]):
             or self.can_take()
         ):
             return frozenset(found)
-        return frozenset(completing(self.batch_size, envs))
+        # Quotas may refuse a batch that the sizes alone would make: then any further group may help.
+        return frozenset(completing(self.batch_size, envs) or [env.name for env in envs if self._wants(env)])
+
+    def _wants(self, env: EnvQueue) -> bool:
+        return env.available and (self._quotas is None or self._quotas.targets[env.name] > 0)
 
     @property
     def minimums(self) -> dict[str, int]:

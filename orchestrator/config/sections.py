@@ -316,7 +316,8 @@ class DispatchConfig(Section):
     keep_equal_rewards: bool = False
     """Train on groups whose rewards are all equal too (they carry no gradient with grpo and rloo)."""
     max_barren_batches: Positive = 20
-    """End the run when this many batches' worth of rollouts in a row yields nothing to train on."""
+    """End the run when this many batches' worth of rollouts in a row yields nothing to train on, or, with
+    batch.on_stuck = "wait", when so much is queued and still no exact batch can be made of it."""
     stall_timeout_s: Seconds = 300
     """No rollout ends and no batch is taken for this long: one diagnostic record says what is waited for."""
     exit_on_stall: bool = False

@@ -40,9 +40,12 @@ class Versions:
         del self._history[: -(self.max_versions + _HISTORY)]
 
     def withdraw(self, version: int) -> None:
-        """No inference server could load a version: it is as if it had never been published."""
-        if version in self._history and version != self.serving and len(self._history) > 1:
-            self._history.remove(version)
+        """No inference server could load a version: it is as if it had never been published.
+
+        Nor were those between it and the one that is served: they were passed over, and nobody will load them now.
+        """
+        kept = [one for one in self._history if not self.serving < one <= version]
+        self._history = kept or self._history[:1]
 
     def version_at(self, step: int) -> int:
         """The version that a step is trained on, if every step publishes the next number."""

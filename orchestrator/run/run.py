@@ -148,8 +148,11 @@ class Run:
         """No inference server could load a version: the last one stays in use, and it was never published."""
         log.error("version.refused", version=version, why=why)
         self.refused = f"version {version} could not be loaded: {why}"
-        self.parts.versions.withdraw(version)
-        self.weights_path = self.loaded_path
+        # Nor was any that came between it and the one in use: the inference servers went back behind them all.
+        versions = self.parts.versions
+        versions.withdraw(version)
+        if versions.published <= versions.serving:
+            self.weights_path = self.loaded_path
         self.save(now)
 
     def stop(self, now: float) -> None:

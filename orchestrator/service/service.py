@@ -237,7 +237,7 @@ async def start_service(config: Config, *, fresh: bool = False) -> AsyncIterator
             resume(run, recovered, weights, reader.evals())
         results = Evaluations(config.run_dir)
         results.rewrite(run.parts.eval_sink.results)
-        checks, loader = VersionChecks(pool), WeightLoader(pool)
+        checks, loader = VersionChecks(pool, local=config.local is not None), WeightLoader(pool)
         driver = Driver(
             run,
             train=train,

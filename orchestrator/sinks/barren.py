@@ -1,10 +1,12 @@
 """Counts rollouts in a row that yield nothing to train on, and ends the run when there are too many. Pure.
 
+Groups that wait without end for others that would make an exact batch with them are nothing to train on either.
 Probes of an env that is quarantined do not count while another env may still deliver.
 """
 
 from collections import Counter
 from collections.abc import Collection
+from typing import NoReturn
 
 from orchestrator.errors import StalledError
 
@@ -22,6 +24,17 @@ class Barren:
         """A group was queued."""
         self._rollouts = 0
         self._reasons.clear()
+
+    def too_many(self, sequences: int) -> bool:
+        """Whether so many queued sequences should have made a batch."""
+        return sequences > self._at_most
+
+    def give_up(self, sequences: int, why: str) -> NoReturn:
+        """No batch can be made of them."""
+        raise StalledError(
+            f'{sequences} sequences are queued and no batch can be made: {why}; set batch.on_stuck = "split", '
+            "change batch.size or group_size, or raise dispatch.max_barren_batches"
+        )
 
     def count(self, env: str, reason: str, rollouts: int, *, ignored: Collection[str]) -> None:
         """A group ended without anything to train on; StalledError when that was one too many."""

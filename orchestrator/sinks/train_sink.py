@@ -160,6 +160,8 @@ class TrainSink:
         self.held, self.stuck = None, False
         while self.wanted:
             self._evict(now)
+            if not self._buffer.splits and self._barren.too_many(self._buffer.sequences):
+                self._give_up_if_stuck()
             minimums = self._buffer.planned
             self.held = self._pace.held_back_by(self._by_version, self._available(), minimums)
             if self.held is not None:
@@ -251,6 +253,11 @@ class TrainSink:
             groups=len(batch.groups),
             reward=round(reward, 4),
         )
+
+    def _give_up_if_stuck(self) -> None:
+        """End a run that could queue for ever; asked only where very much is queued, because looking takes time."""
+        if self._buffer.is_stuck(self._spare):
+            self._barren.give_up(self._buffer.sequences, self._buffer.explain())
 
     def _spread(self, minimums: Mapping[str, int]) -> Mapping[str, int] | None:
         """How much of envs with a minimum a batch had better take, so that the next ones find theirs."""
