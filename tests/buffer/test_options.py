@@ -386,3 +386,16 @@ def test_a_queue_that_further_groups_cannot_make_exact_is_split_at_once() -> Non
     batch = buffer.take(now=0.0)
     assert batch is not None
     assert sum(map(len, batch)) == 64
+
+
+def test_quotas_that_refuse_what_is_queued_ask_for_more_of_every_env() -> None:
+    """The sizes alone would make a batch (4 x 6), which is too far from the quotas: something must be started."""
+    buffer: BatchBuffer[str] = BatchBuffer(24, quotas={"a": 10, "b": 14}, on_starved="wait")
+    buffer.load_state_dict({"a": "-10", "b": "10"})
+    for env, size in [*[("a", 4)] * 6, ("a", 5), ("b", 13), ("b", 13)]:
+        buffer.add(f"{env}{size}", env=env, size=size)
+    assert not buffer.can_take()
+    assert buffer.is_stuck(0)
+    assert buffer.needed({}) == {"a", "b"}
+    buffer.add("b11", env="b", size=11)
+    assert buffer.can_take()

@@ -15,7 +15,7 @@ import pytest
 from orchestrator.config import load_config
 from orchestrator.errors import ConfigError, TrainerLinkError
 from orchestrator.trainer import AsyncTrainerClient, TrainingBatch
-from tests.integration.liveness import Chaos, Experiment, configuration, drawn
+from tests.integration.liveness import Chaos, Experiment, LivenessError, configuration, drawn
 from tests.integration.service_fixture import Command, write_config
 
 pytestmark = pytest.mark.timeout(150)
@@ -123,6 +123,16 @@ class Mistaken(Experiment):
             self.refusals.append(str(error))
 
 
+class Vanishing(Experiment):
+    """A trainer that removes what it has just published, every time."""
+
+    async def on_batch(self, trainer: AsyncTrainerClient, batch: TrainingBatch, weights: str) -> None:
+        mine = self.directory / "ckpt" / f"step_{batch.step}"
+        await asyncio.to_thread(shutil.copytree, weights, mine)
+        await trainer.publish(batch.step, str(mine))
+        await asyncio.to_thread(shutil.rmtree, mine)
+
+
 async def test_a_version_without_weights_is_refused_and_the_run_goes_on(tmp_path: Path) -> None:
     """`publish` raises with the path; the policy stays the one that was loaded."""
     values = configuration([drawn("a", ratio=1.0)], staleness={"max_versions": 100})
@@ -133,16 +143,55 @@ async def test_a_version_without_weights_is_refused_and_the_run_goes_on(tmp_path
     assert "step_1" in experiment.refusals[0]
 
 
-async def test_a_run_whose_checkpoint_was_deleted_goes_on(tmp_path: Path) -> None:
-    """The reference trainer's checkpoints are gone at the restart: the run says so and ends well."""
+async def test_a_run_whose_checkpoint_is_gone_says_so_and_goes_on_when_it_is_back(tmp_path: Path) -> None:
+    """The policy server of the next life finds no weights: the run starts, says what is missing, and looks again."""
     values = configuration([drawn("a", ratio=1.0)], max_steps=30, local={"trainer": True})
     experiment = Experiment(tmp_path, values, bound_s=100.0)
     async with await Command.start("run", experiment.config, logs=tmp_path / "logs") as command:
         await command.wait_event("weights.updated", 3)
         command.send(signal.SIGKILL)
         await command.wait()
-    await asyncio.to_thread(shutil.rmtree, experiment.run_dir / "checkpoints")
+    there, aside = experiment.run_dir / "checkpoints", tmp_path / "aside"
+    await asyncio.to_thread(there.rename, aside)
+    async with asyncio.TaskGroup() as group:
+        running = group.create_task(experiment.run())
+        while not experiment.events("weights.missing"):
+            assert not running.done()
+            await asyncio.sleep(0.05)
+        await asyncio.to_thread(shutil.copytree, aside, there, dirs_exist_ok=True)
+    assert str(there) in experiment.events("weights.missing")[0]["error"]
+
+
+async def test_a_version_that_a_returning_server_cannot_load_does_not_keep_the_run_from_ending(
+    tmp_path: Path,
+) -> None:
+    """The weights vanish between publication and loading, while no inference server is in service."""
+    values = configuration([drawn("a", ratio=1.0)], staleness={"max_versions": 100})
+    experiment = Vanishing(tmp_path, values, bound_s=100.0)
     await experiment.run()
+    assert experiment.events("weights.refused")
+
+
+@pytest.mark.parametrize("mode", ["drop", "pace"])
+async def test_a_queue_that_never_makes_an_exact_batch_ends_the_run_instead_of_growing(
+    tmp_path: Path, mode: str
+) -> None:
+    """The rollouts' several sequences are known to nobody before: exit code 7, with the sizes and the remedy."""
+    values = configuration(
+        [
+            drawn("a", group_size=17, ratio=0.2, min_batch_allocation=0.1),
+            drawn("b", group_size=7, ratio=0.5, args={"sequences": [2, 3], "latency_s": [0.0, 0.1]}),
+        ],
+        batch={"size": 24, "on_stuck": "wait"},
+        dispatch={"max_barren_batches": 4, "keep_equal_rewards": True},
+        staleness={"mode": mode},
+    )
+    experiment = Experiment(tmp_path, values)
+    with pytest.raises(LivenessError, match="exit code 7"):
+        await experiment.run()
+    said = experiment.commands[0].errors()
+    assert "cannot make exactly 24" in said
+    assert 'set batch.on_stuck = "split"' in said
 
 
 async def test_ranks_that_cannot_share_a_batch_are_refused(tmp_path: Path) -> None:
