@@ -527,7 +527,7 @@ async def test_draining_finishes_what_runs_and_accepts_nothing_new(tmp_path: Pat
 
 
 async def test_a_remote_server_that_is_restarted_is_used_again(tmp_path: Path, gate: Path) -> None:
-    """Its closed connection fails what was in flight at once; when it is back, it is connected to again."""
+    """What was in flight fails at once, by its closed connection or by its last words; when it is back, it is used again."""
     address = f"tcp://127.0.0.1:{free_port()}"
     server = start_server(tmp_path, address, "Gated", args={"gate": str(gate)})
     async with supervised(Env(spec(tmp_path, "Gated", addresses=(address,)))) as env:
@@ -536,8 +536,9 @@ async def test_a_remote_server_that_is_restarted_is_used_again(tmp_path: Path, g
         await until(lambda: any(stats is not None and stats.inflight == 8 for stats in env.stats().values()))
         await server.stop(grace_s=0)
         ends = [failure(outcome) for outcome in await asked.wait()]
-        assert all(end.lost and end.retryable for end in ends)
-        assert not env.available
+        # Its keeper is killed, and the server may still answer before the kernel ends it too.
+        assert all(end.retryable and (end.lost or end.kind == "server_stopping") for end in ends)
+        await until(lambda: not env.available)
         server = start_server(tmp_path, address, "Gated", args={"gate": str(gate)})
         gate.touch()
         assert result(await env.run_rollout(request(3))).rollouts[0].reward == 3.0
