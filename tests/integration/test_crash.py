@@ -183,18 +183,26 @@ class World:
     ) -> None:
         """No task of an env was skipped, done twice, or called done without anything to show for it."""
         low, above = recovered.resolved[name]
-        queued = {group.task.position for group in recovered.groups if group.env == name}
-        assert not queued & {*range(low), *above}, "a task is resolved whose group waits for a batch"
         resolved = [*range(low), *above]
-        grouped = {int(group.rpartition("/")[2]) for group in groups}
+        parts = Counter(map(position_of, groups))
+        grouped = set(parts)
+        waiting = {group.task.position for group in recovered.groups if group.env == name}
+        # The rest of a group that was split may wait while its task is done: the other part is in a batch.
+        rests = {group.task.position for group in recovered.groups if group.env == name and group.part}
+        queued = waiting - rests
+        assert not queued & {*range(low), *above}, "a task is resolved whose group waits for a batch"
+        assert all(parts[position] > 1 for position in rests), "the other part of a split group is nowhere"
         assert grouped - queued <= set(resolved)
-        evicted = sum(n for what, n in counts.items() if what.startswith("evicted"))
+        evicted = sum(n for what, n in counts.items() if what in ("evicted: stale", "evicted: surplus"))
         assert self.mixed_sizes or evicted == 0, "paced work of one size is never too old"
         ended_without = sum(n for what, n in counts.items() if what.startswith("given_up"))
         assert set(counts) <= {
             "finished",
             "batched",
+            "split",
             "evicted: stale",
+            "evicted: surplus",
+            "evicted: split_rest",
             *(w for w in counts if "given_up" in w),
         }
         assert counts["finished"] == len(grouped) + evicted, "a finished and recorded group is lost"
@@ -219,7 +227,12 @@ class World:
             for group, index in line["indices"].items():
                 name, _, position = group.split("/")
                 if name in expected:
-                    assert index == expected[name][int(position)], group
+                    assert index == expected[name][int(position.partition("+")[0])], group
+
+
+def position_of(group: str) -> int:
+    """The position of a group's task; the parts of a group that was split have the same."""
+    return int(group.rpartition("/")[2].partition("+")[0])
 
 
 def task_indices(name: str, count: int) -> list[int]:
