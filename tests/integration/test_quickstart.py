@@ -59,7 +59,9 @@ async def test_a_killed_quickstart_leaves_no_process_behind_and_continues(tmp_pa
     """After kill -9 everything that it started ends by itself; the same command again goes on with the same weights."""
     arguments = ("run", QUICKSTART, "--run_dir", tmp_path / "run", "--max_steps", "8")
     async with await Command.start(*arguments, logs=tmp_path / "logs") as command:
-        await command.wait_event("trainer.version_published", 3)
+        # A version is logged before it is on disk; that a fourth came means that a fourth batch was served, and so that
+        # everything before it was on disk.
+        await command.wait_event("trainer.version_published", 4)
         # Three env servers, the policy server, the trainer, and the orchestrator itself, at least.
         assert len(command.processes()) >= 6
         command.send(signal.SIGKILL)
