@@ -55,6 +55,9 @@ class Queue(Protocol):
     def queued(self) -> Mapping[str, int]:
         """What each env has queued."""
 
+    def queued_by_version(self) -> Mapping[tuple[str, int], int]:
+        """What each env has queued of each version."""
+
     def minimums(self) -> Mapping[str, int]:
         """What every batch must have of each env."""
 

@@ -174,8 +174,8 @@ class TrainSink:
             self._evict(now)
             if not self._buffer.splits and self._barren.too_many(self._buffer.sequences):
                 self._give_up_if_stuck()
-            minimums = self.minimums()
-            self.held = self._pace.held_back_by(self._by_version, available, minimums)
+            plan = self._pace.plan_next(self._by_version, available, self._buffer.minimums)
+            self.held = plan.held_by if plan is not None else None
             if self.held is not None:
                 return
             step = versions.formed + 1
@@ -183,8 +183,9 @@ class TrainSink:
                 now,
                 at_once=at_once,
                 spare=self._spare,
-                must_before=versions.oldest_allowed(step + 1) if self._pace.mode == "pace" else None,
-                most=self._spread(minimums),
+                least=plan.least if plan is not None else None,
+                most=self._spread(self.minimums()),
+                fits=plan.fits if plan is not None else None,
             )
             if groups is None:
                 self.stuck = self._buffer.is_stuck(self._spare)
@@ -212,6 +213,10 @@ class TrainSink:
     def queued(self) -> Mapping[str, int]:
         """What each env has queued, in the unit of the batch."""
         return self._queued
+
+    def queued_by_version(self) -> Mapping[tuple[str, int], int]:
+        """What each env has queued of each version."""
+        return self._by_version
 
     def minimums(self) -> Mapping[str, int]:
         """What every batch will have of each env at least: its minimum in whole groups, or its quota."""
