@@ -256,12 +256,17 @@ class BatchBuffer(Generic[T]):
         return {env.name: env.required for env in self._envs.values() if env.minimum}
 
     @property
-    def planned(self) -> dict[str, int]:
+    def planned(self) -> Mapping[str, int | Fraction]:
         """What the next batches will have of each env at least: its minimum, or its quota."""
         if self._quotas is None:
             return self.minimums
         shares = {env: share * self.batch_size for env, share in self._quotas.targets.items()}
-        return {env: int(share) for env, share in shares.items() if self._env(env).available}
+        return {env: share for env, share in shares.items() if self._env(env).available}
+
+    @property
+    def has_quotas(self) -> bool:
+        """Whether batches follow quotas."""
+        return self._quotas is not None
 
     @property
     def configured_minimums(self) -> dict[str, int]:

@@ -33,6 +33,7 @@ class Backlog:
     def __init__(self, work: Work, left: Left, *, batch: int, minimums: Mapping[str, int]) -> None:
         """`batch`: what a batch holds for certain, with `minimums` of some envs in it."""
         self._left = left
+        self._batch = batch
         self._minimums = minimums
         self._common = batch - sum(minimums.values())
         self._by_version: dict[int, list[tuple[str, int]]] = {}
@@ -59,16 +60,25 @@ class Backlog:
         """Whether everything can be trained in time."""
         return all(level.over <= 0 for level in self.levels())
 
-    def admits(self, env: str, size: int, version: int) -> bool:
-        """Whether there is room for more work of an env, of the newest version."""
+    def admits(self, env: str, size: int, version: int, reserved: Mapping[str, int]) -> bool:
+        """Whether there is room for more work of an env, of the newest version.
+
+        `reserved`: what the batches left for it will have of each env in whole groups, begun or not.
+        """
         left = self._left(version)
         if left < 1:
             return False
         if self._beyond is None:
             self._beyond = next((level.beyond for level in reversed(list(self.levels()))), {})
-        before = self._beyond.get(env, 0)
-        after = max(before, self._of_env.get(env, 0) + size - left * self._minimums.get(env, 0))
-        return sum(self._beyond.values()) - before + after <= left * self._common
+        before = self._beyond
+
+        def need(name: str, more: int) -> int:
+            own = left * self._minimums.get(name, 0)
+            beyond = max(before.get(name, 0), self._of_env.get(name, 0) + more - own)
+            return max(own + beyond, reserved.get(name, 0))
+
+        envs = self._of_env.keys() | reserved.keys() | {env}
+        return sum(need(name, size if name == env else 0) for name in envs) <= left * self._batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,18 +126,21 @@ class _Plan:
         """
         spent: set[tuple[str, int]] = set()
         while (room := self._batch - sum(self.least.values())) > 0:
-            found = self._most_urgent(spent)
+            found = self._most_urgent(spent, room)
             if found is None:
                 return
             env, version, size = found
             self.least[env] += min(size, room)
             spent.add((env, version))
 
-    def _most_urgent(self, spent: set[tuple[str, int]]) -> tuple[str, int, int] | None:
+    def _most_urgent(self, spent: set[tuple[str, int]], room: int) -> tuple[str, int, int] | None:
         """Of which env more must be taken, up to which version, and how much."""
         for level in self._behind(self._remaining()).levels():
             if level.over <= 0:
                 continue
+            if level.over > room:
+                # Not all of it can be trained in time, whatever is taken.
+                return None
             for env, beyond in sorted(level.beyond.items(), key=lambda item: -item[1]):
                 there = sum(
                     size for version, name, size in self._queued if name == env and version <= level.version

@@ -21,11 +21,12 @@ Mode = Literal["pace", "drop"]
 class Room:
     """What may be started; without a backlog, anything that any batch may hold."""
 
-    __slots__ = ("_backlog", "_versions")
+    __slots__ = ("_backlog", "_reserved", "_versions")
 
-    def __init__(self, versions: Versions, backlog: Backlog | None) -> None:
+    def __init__(self, versions: Versions, backlog: Backlog | None, reserved: Mapping[str, int]) -> None:
         self._versions = versions
         self._backlog = backlog
+        self._reserved = reserved
 
     @property
     def holds(self) -> bool:
@@ -37,7 +38,7 @@ class Room:
         serving = self._versions.serving
         if self._backlog is None:
             return self._versions.steps_left(serving) >= 1
-        return self._backlog.admits(env, size, serving)
+        return self._backlog.admits(env, size, serving, self._reserved)
 
 
 class Pace:
@@ -81,14 +82,20 @@ class Pace:
         """Whether nothing that the engines sample now could be trained on any more."""
         return self._versions.steps_left(self._versions.serving) < 1
 
-    def room(self, queued: Work, minimums: Mapping[str, int]) -> Room:
-        """What may be started behind all that is queued and in flight."""
+    def room(
+        self, queued: Work, minimums: Mapping[str, int], reserved: Callable[[int], Mapping[str, int]]
+    ) -> Room:
+        """What may be started behind all that is queued and in flight.
+
+        `minimums` are those of every batch; `reserved` says what so many batches will have of each env in whole groups.
+        """
         if self.mode == "drop":
-            return Room(self._versions, None)
+            return Room(self._versions, None, {})
         work = Counter(self._open)
         work.update(queued)
-        backlog = Backlog(work, self._versions.steps_left, batch=self._capacity(), minimums=minimums)
-        return Room(self._versions, backlog)
+        left = self._versions.steps_left
+        backlog = Backlog(work, left, batch=self._capacity(), minimums=minimums)
+        return Room(self._versions, backlog, reserved(max(0, left(self._versions.serving))))
 
     def plan_next(
         self, queued: Work, available: Collection[str], minimums: Mapping[str, int]

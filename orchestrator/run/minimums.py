@@ -47,7 +47,7 @@ class Minimums:
         buffer.set_available(name, True)
         minimum = buffer.minimums.get(name, 0)
         if minimum and pace.mode == "pace":
-            room = pace.room(sink.queued_by_version(), buffer.minimums)
+            room = pace.room(sink.queued_by_version(), buffer.minimums, sink.reserved)
             if not room.holds and not pace.engines_behind:
                 buffer.set_available(name, False)
                 return
