@@ -144,9 +144,8 @@ class QuotaRule:
         self.quotas = quotas
         self.wait = wait
 
-    def _plan(self, envs: Sequence[EnvQueue], queued: Mapping[str, int] | None = None) -> QuotaPlan:
-        if queued is None:
-            queued = {env.name: env.sequences for env in envs}
+    def _plan(self, envs: Sequence[EnvQueue]) -> QuotaPlan:
+        queued = {env.name: env.sequences for env in envs}
         return self.quotas.plan(self.size, queued, [env.name for env in envs if not env.available])
 
     def shortage(self, envs: Sequence[EnvQueue]) -> str:
@@ -160,9 +159,15 @@ class QuotaRule:
 
     def needed(self, envs: Sequence[EnvQueue], coming: Mapping[str, int], spare: int) -> list[str]:
         under_way = {env.name: env.sequences + coming.get(env.name, 0) for env in envs}
+        if self.wait:
+            # More of an env that has its quota would not make a batch, and be left over from it.
+            counts = self.quotas.counts(self.size)
+            short = [env.name for env in envs if env.available and under_way[env.name] < counts[env.name]]
+            if short or sum(under_way.values()) >= self.size:
+                return short
         if sum(under_way.values()) < self.size:
             return [env.name for env in envs if self.quotas.targets[env.name]]
-        return list(self._plan(envs, under_way).starved) if self.wait else []
+        return []
 
     def choose(self, envs: Sequence[EnvQueue], least: Amounts = NOTHING) -> QuotaSelection | None:
         plan = self._plan(envs)
