@@ -77,7 +77,7 @@ class Backlog:
             beyond = max(before.get(name, 0), self._of_env.get(name, 0) + more - own)
             return max(own + beyond, reserved.get(name, 0))
 
-        envs = self._of_env.keys() | reserved.keys() | {env}
+        envs = self._of_env.keys() | self._minimums.keys() | reserved.keys() | {env}
         return sum(need(name, size if name == env else 0) for name in envs) <= left * self._batch
 
 
