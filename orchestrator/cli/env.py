@@ -81,6 +81,14 @@ def _add_try(verbs: "Commands") -> None:
     parser.add_argument(
         "--eval", action="store_true", help="ask for no token ids, so that any chat endpoint will do"
     )
+    parser.add_argument(
+        "--check",
+        nargs="?",
+        type=_positive,
+        const=16,
+        metavar="TASKS",
+        help="first compare the tasks (16 of them, or as many as given) in two processes; they must be the same",
+    )
     parser.set_defaults(run=_user_errors(_try))
 
 
@@ -108,6 +116,12 @@ def _add_serve(verbs: "Commands") -> None:
         default=[],
         metavar="NAME",
         help="variable with an API key that clients may have used; may be repeated",
+    )
+    parser.add_argument(
+        "--seed",
+        type=_natural,
+        default=0,
+        help="for what is random while tasks are made; the same on all servers",
     )
     parser.add_argument("--log-level", default="info", help="debug, info, warning or error")
     parser.set_defaults(run=_user_errors(_serve))
@@ -156,6 +170,7 @@ def _try(arguments: argparse.Namespace) -> int:
             api_key_env=arguments.api_key_env,
             timeout_s=arguments.timeout,
             train=not arguments.eval,
+            check=arguments.check or 0,
         )
     )
 
@@ -173,6 +188,7 @@ def _serve(arguments: argparse.Namespace) -> int:
         secret_key=arguments.secret_key_file,
         client_keys=arguments.client_key_file,
         key_variables=arguments.api_key_env,
+        seed=arguments.seed,
         log_level=arguments.log_level,
     )
     return serve_workers(specs)

@@ -15,6 +15,7 @@ from envs.builtin import BUILTIN
 from envs.builtin._latency import Latency
 from envs.builtin._scoring import overlap
 from envs.builtin.agree import Agree
+from envs.builtin.duel import Duel
 from envs.builtin.larger import Larger
 from envs.builtin.lookup import Lookup
 from envs.builtin.reverse import Reverse
@@ -26,6 +27,7 @@ INSTANT: dict[str, Environment] = {
     "larger": Larger(latency_s=0),
     "agree": Agree(latency_s=0),
     "lookup": Lookup(latency_s=0),
+    "duel": Duel(),
 }
 
 
@@ -132,6 +134,15 @@ async def test_larger_rewards_the_larger_digit() -> None:
     for pair in ("38", "83"):
         assert (await attempt(INSTANT["larger"], {"pair": pair}, "8")).reward == 1.0
         assert (await attempt(INSTANT["larger"], {"pair": pair}, "3")).reward == 0.0
+
+
+async def test_what_one_seat_of_a_duel_wins_the_other_loses() -> None:
+    """Nothing where both are right, or both wrong."""
+    rollout = await attempt(INSTANT["duel"], {"letters": "ab"}, "a", "x")
+    assert {one.seat: one.reward for one in rollout.sequences} == {"white": 1.0, "black": -1.0}
+    rollout = await attempt(INSTANT["duel"], {"letters": "ab"}, "a", "b")
+    assert {one.seat: one.reward for one in rollout.sequences} == {"white": 0.0, "black": 0.0}
+    assert (rollout.reward, rollout.metrics) == (0.0, {"white": 1.0, "black": 1.0})
 
 
 async def test_agree_rewards_those_who_answer_like_the_group() -> None:

@@ -157,6 +157,7 @@ def test_keys_are_read_from_files_and_their_absence_is_named(tmp_path: Path) -> 
 def connected(monkeypatch: pytest.MonkeyPatch) -> None:
     """Environments count as connected, with 100 tasks each."""
     monkeypatch.setattr(Env, "num_tasks", 100)
+    monkeypatch.setattr(Env, "samples", {0: 5})
 
 
 def settings_of(made: Config) -> RunSettings:
@@ -213,5 +214,5 @@ def test_the_identity_of_a_run_is_what_decides_its_tasks() -> None:
     )
     identity = blueprint.build_identity(made, blueprint.build_train_envs(made))
     assert identity.seed == 7
-    assert identity.envs["a"] == EnvIdentity("reverse", "hard", 100, digest_of({"length": 3}))
+    assert identity.envs["a"] == EnvIdentity("reverse", "hard", 100, digest_of({"length": 3}), {"0": 5})
     assert identity.envs["b"].id == "reverse, agree"
