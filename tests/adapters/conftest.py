@@ -29,6 +29,7 @@ class Driver:
             "UV_CACHE_DIR": str(venv.path / "uv-cache"),
             "HF_HUB_OFFLINE": "1",
             "VF_LOG_LEVEL": "ERROR",
+            "PYTHONHASHSEED": "0",  # as in every env server
         }
         self._log = (home / "log").open("w+")
         self._process = subprocess.Popen(
@@ -108,6 +109,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def reasoning_gym() -> Iterator[Driver]:
+    yield from driver(REASONING_GYM)
+
+
+@pytest.fixture(scope="session")
+def reasoning_gym_again() -> Iterator[Driver]:
+    """A second process."""
     yield from driver(REASONING_GYM)
 
 

@@ -71,6 +71,30 @@ def test_a_task_is_a_pure_function_of_args_split_and_index(reasoning_gym: Driver
     assert [question(answer) for answer in one] == [by_index[run["index"]] for run in runs]
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "isomorphic_strings",
+        "polynomial_multiplication",
+        "ransom_note",
+        "list_functions",
+        "word_ladder",
+        "chain_sum",
+    ],
+)
+def test_a_task_is_the_same_in_two_server_processes(
+    name: str, reasoning_gym: Driver, reasoning_gym_again: Driver
+) -> None:
+    """Also of datasets that draw from hashes or from the global `random`, asked in another order."""
+    digests = []
+    for driver, order in ((reasoning_gym, range(12)), (reasoning_gym_again, range(11, -1, -1))):
+        runs = [{"index": index} for index in order]
+        answers = driver.play(f"reasoning_gym::{name}", runs)["answers"]
+        digests.append({run["index"]: answer["digest"] for run, answer in zip(runs, answers, strict=True)})
+    assert digests[0] == digests[1]
+    assert len(set(digests[0].values())) > 1
+
+
 def test_splits_and_seeds_draw_different_tasks(reasoning_gym: Driver) -> None:
     """Train, eval and another seed do not repeat each other."""
     args = {"min_digits": 6, "max_digits": 9}

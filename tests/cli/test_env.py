@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import json
 import os
+import random
 import shutil
 import signal
 import stat
@@ -173,6 +174,48 @@ def test_try_prints_nothing_that_a_terminal_would_obey(
     assert not set(shown) & {chr(code) for code in (*range(9), *range(11, 32), *range(127, 160))}
     assert "]0;owneda[2Jbcd" in shown
     assert "e\nf\n" in shown
+
+
+class Undecided(Wants):
+    """Its second task is another one in every process."""
+
+    def tasks(self, split: str) -> list[Task]:
+        return [{"text": "same"}, {"text": f"task of process {os.getpid()}"}, {"text": "same too"}]
+
+
+class Chance(Wants):
+    """Shuffles without a seed, and orders by hashes."""
+
+    def tasks(self, split: str) -> list[Task]:
+        words = list({f"word {number}" for number in range(30)})
+        random.shuffle(words)
+        return [{"text": word} for word in words]
+
+
+def test_a_check_finds_tasks_that_differ_between_two_processes(capsys: pytest.CaptureFixture[str]) -> None:
+    """It names them, shows one as both processes have it, and runs nothing."""
+    assert run("try", f"{HERE}:Undecided", "--check") == 1
+    printed = capsys.readouterr().out
+    assert "1 of the first 3 tasks of split train differ: 1" in printed
+    assert printed.count("task of process") == 2
+    assert "rollout 1" not in printed
+
+
+def test_a_check_of_what_is_drawn_by_chance_passes(
+    endpoint: ChatEndpoint, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Because generators are seeded as in servers; the rollouts follow."""
+    words = ["--check", "20", "-n", "1", "--model", "m", "--base-url", endpoint.base_url]
+    assert run("try", f"{HERE}:Chance", *words) == 0
+    printed = capsys.readouterr().out
+    assert "the first 20 tasks of split train are the same in two processes" in printed
+    assert "rollout 1" in printed
+
+
+def test_a_check_of_what_cannot_be_loaded_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """With the environment's own reason."""
+    assert run("try", f"{HERE}:NoSetup", "--check") == 2
+    assert capsys.readouterr().err == "error: OSError: no dataset\n"
 
 
 def test_try_takes_the_split_from_the_id(endpoint: ChatEndpoint) -> None:
