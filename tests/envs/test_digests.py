@@ -36,9 +36,17 @@ class Shown:
     """An object that shows itself with its address, as most do."""
 
 
+class Holding:
+    """An object that does not show what it holds."""
+
+    def __init__(self, held: object) -> None:
+        self.held = held
+
+
 @pytest.mark.parametrize(
     ("one", "other"),
     [
+        ({"a": Holding({"q": 1})}, {"a": Holding({"q": 1})}),
         ({"a": 1, "b": [2, "x"]}, {"b": [2, "x"], "a": 1}),
         ({"a": 1}, Wrapped({"a": 1})),
         ({"a": np.float32(0.5)}, {"a": 0.5}),
@@ -48,7 +56,17 @@ class Shown:
         ({"a": 2**70}, {"a": 2**70}),
         ({"a": np.arange(3)}, {"a": np.arange(3)}),
     ],
-    ids=["order", "mapping", "numpy", "address", "set", "keys of two types", "large number", "array"],
+    ids=[
+        "object",
+        "order",
+        "mapping",
+        "numpy",
+        "address",
+        "set",
+        "keys of two types",
+        "large number",
+        "array",
+    ],
 )
 def test_the_same_task_has_the_same_digest(one: object, other: object) -> None:
     """However its content is held."""
@@ -63,6 +81,7 @@ def test_the_same_task_has_the_same_digest(one: object, other: object) -> None:
         ({"a": [1, 2]}, {"a": [2, 1]}),
         ({"a": np.arange(3)}, {"a": np.arange(3) + 1}),
         ({"a": "1"}, {"a": 1}),
+        ({"a": Holding("x")}, {"a": Holding("y")}),
     ],
 )
 def test_another_task_has_another_digest(one: object, other: object) -> None:

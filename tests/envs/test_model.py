@@ -127,7 +127,7 @@ async def test_token_ids_can_be_gone_on_with(endpoint: ChatEndpoint, client: Inf
     endpoint.script(*answers)
     model = model_of(endpoint, client)
     await model.complete([1, 2])
-    await model.complete(np.array([1, 2, 3, 4, 5]))
+    await model.complete(tuple(np.array([1, 2, 3, 4, 5])))
     assert [request["prompt"] for request in endpoint.requests] == [[1, 2], [1, 2, 3, 4, 5]]
     (sequence,) = model.rollout(reward=1.0).sequences
     assert sequence.tokens.tolist() == [1, 2, 3, 4, 5, 6]

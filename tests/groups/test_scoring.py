@@ -170,7 +170,7 @@ def test_a_seat_is_compared_with_itself_and_with_nothing_else() -> None:
 
     def advantage(rewards: np.ndarray) -> np.ndarray:
         called.append(rewards.tolist())
-        return rewards - rewards.mean()
+        return np.asarray(rewards - rewards.mean())
 
     made = build_group(group, seats_of(group), advantage, version_end=5)
     assert called == [[1.0, 0.0, 1.0], [-1.0, 0.0, -1.0]]
