@@ -124,6 +124,7 @@ def _env_spec(
         system_prompt=section.system_prompt if section.system_prompt is not None else routed.system_prompt,
         api_key_env=config.inference.api_key_env,
         python=section.python,
+        module_dirs=() if config.directory is None else (config.directory,),
         workers=section.workers,
         addresses=tuple(section.addresses),
         capacity=section.capacity,
