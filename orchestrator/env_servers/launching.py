@@ -33,7 +33,7 @@ from envs.server_spec import ServerSpec
 from envs.sessions import canonical_id
 from orchestrator.env_servers.link import Link, LinkListener
 from orchestrator.env_servers.processes import ChildProcess
-from orchestrator.env_servers.supervision import RestartPolicy
+from orchestrator.env_servers.supervision import RestartPolicy, last_lines
 from orchestrator.errors import EnvError, EnvProtocolError
 
 log = structlog.get_logger()
@@ -218,21 +218,24 @@ class ServerLauncher:
                     f"server {first} {getattr(known, what)!r}; all must serve the same",
                 )
 
-    def explain(self, log_tail: str) -> str:
-        """What the last lines of a server's log say in one: its own reason, or the remedy they suggest."""
+    def explain(self, log_tail: str) -> tuple[str, str]:
+        """What the last lines of a server's log say in one, and what to show below: the author's frames, or the lines."""
         python = self._spec.python or sys.executable
         for module in _NEEDED:
             if f"No module named '{module}'" in log_tail:
                 packages = "msgspec pyzmq numpy aiohttp structlog"
-                return f"{python} lacks {module}; run: {python} -m pip install {packages}"
+                return f"{python} lacks {module}; run: {python} -m pip install {packages}", last_lines(
+                    log_tail
+                )
         if "nknown option: -P" in log_tail:
-            return f"{python} is older than Python 3.11, which env servers need"
+            return f"{python} is older than Python 3.11, which env servers need", last_lines(log_tail)
         for line in reversed(log_tail.splitlines()):
             with contextlib.suppress(msgspec.DecodeError):
                 record = msgspec.json.decode(line)
                 if isinstance(record, dict) and record.get("event") == "server.start_failed":
-                    return str(record.get("why"))
-        return ""
+                    trace = record.get("traceback")
+                    return str(record.get("why")), f"\n{str(trace).rstrip()}" if trace else ""
+        return "", last_lines(log_tail)
 
 
 def server_command(python: str, *options: str) -> list[str]:
