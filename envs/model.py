@@ -38,7 +38,7 @@ class ChatClient(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ModelSettings:
-    """What all rollouts of one client share. `sampling` goes into the request as it is."""
+    """What all rollouts of one client share. `sampling` goes into the request as it is; its `extra_body` is unpacked."""
 
     model: str
     sampling: Mapping[str, Any] = field(default_factory=dict)
@@ -49,9 +49,15 @@ class ModelSettings:
     headers: Mapping[str, str] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        _refuse_reserved(self.sampling)
+        extra = self.sampling.get("extra_body")
+        sampling = dict(self.sampling)
+        if isinstance(extra, Mapping):
+            del sampling["extra_body"]
+            sampling |= extra
+        _refuse_reserved(sampling)
+        object.__setattr__(self, "sampling", sampling)
         # Fields that every request repeats, computed once.
-        request: dict[str, Any] = {"model": self.model, **self.sampling}
+        request: dict[str, Any] = {"model": self.model, **sampling}
         if self.train:
             request |= {"logprobs": True, "return_token_ids": True}
         headers = {"Content-Type": "application/json"}

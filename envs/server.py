@@ -32,6 +32,7 @@ from envs.inference_client import InferenceClient
 from envs.lifeline import Lifeline
 from envs.loader import load_environment
 from envs.logs import configure_logging
+from envs.report import write_report
 from envs.server_spec import EXIT_STARTUP, ServerSpec
 from envs.sessions import ActiveRequest, Sessions
 from envs.watchdog import LoopWatchdog
@@ -141,6 +142,8 @@ class EnvServer:
         try:
             await self._environment.setup()
             counts = {split: responder.tasks_in(split) for split in self._spec.splits}
+            if self._spec.report:
+                write_report(self._spec, responder)
         # The environment's own code, which may raise anything, exit() included; its traceback belongs into the log.
         except BaseException as error:
             if isinstance(error, asyncio.CancelledError) and self._stopping.is_set():

@@ -255,7 +255,8 @@ class TrainConfig(Section):
     group_size: Positive = 8
     """Rollouts per task, compared with each other."""
     sampling: dict[str, Any] = {}
-    """Sampling parameters, as the inference servers name them."""
+    """Sampling parameters, as the inference servers name them. A name that neither the chat API nor vLLM nor SGLang has
+    is refused; what only your engine knows goes into the table extra_body, which is unpacked into the request."""
     env: Annotated[list[TrainEnvSection], Field(min_length=1)]
     """The environments, one [[train.env]] each."""
 
@@ -281,7 +282,7 @@ class EvalConfig(Section):
     rollouts_per_example: Positive = 1
     """Attempts at each task."""
     sampling: dict[str, Any] = {}
-    """Sampling parameters of evaluations."""
+    """Sampling parameters of evaluations, as in [train]; those are not taken over."""
     env: list[EvalEnvSection] = []
     """The environments, one [[eval.env]] each."""
 
