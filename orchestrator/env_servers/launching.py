@@ -3,7 +3,7 @@
 Servers that we spawn listen on `ipc://` sockets in a private directory with a short path, which only the user
 can enter and which goes away with the launcher. Their instructions travel over standard input, never in
 arguments. They find our `envs` package under any interpreter through a directory that holds nothing but a
-link to it, and modules of the working directory behind it.
+link to it, and the modules that a configuration names behind it (`envs.importing.module_path`).
 """
 
 import contextlib
@@ -27,6 +27,7 @@ import envs
 from envs import keeper, wire
 from envs.addresses import is_loopback
 from envs.curve import ClientKeys
+from envs.importing import module_path
 from envs.logs import LogFormat
 from envs.server_spec import ServerSpec
 from envs.sessions import canonical_id
@@ -58,6 +59,8 @@ class EnvSpec:
     system_prompt: str | None
     api_key_env: str | None
     python: str | None
+    module_dirs: tuple[Path, ...]
+    """Where a spawned server finds modules, beside the working directory."""
     workers: int
     addresses: tuple[str, ...]
     capacity: int
@@ -159,7 +162,8 @@ class ServerLauncher:
         )
         # Our `envs` comes first, from a directory that holds nothing else, so that another interpreter finds
         # it and a directory of that name in the working directory does not hide it.
-        path = [str(self._directory.path / "lib"), str(Path.cwd()), os.environ.get("PYTHONPATH", "")]
+        library, outside = str(self._directory.path / "lib"), os.environ.get("PYTHONPATH", "")
+        path = [library, *module_path(*spec.module_dirs), outside]
         child = ChildProcess(
             server_command(spec.python or sys.executable, "-P"),
             kept=True,
