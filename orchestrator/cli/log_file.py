@@ -7,7 +7,9 @@ there. A line that cannot be written (a full disk) is left out: the run has its 
 """
 
 import io
+import json
 from contextlib import suppress
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, TextIO, cast
 
@@ -63,3 +65,9 @@ def open_log(run_dir: Path, *, max_bytes: int = MAX_BYTES) -> TextIO:
         return cast("TextIO", LogFile(run_dir / "logs" / "orchestrator.log", max_bytes=max_bytes))
     except OSError as error:
         raise JournalError(f"{run_dir}: the run directory cannot be written: {error.strerror}") from None
+
+
+def note(log: TextIO, event: str, **fields: str) -> None:
+    """Put one event into the file alone: what the terminal is told in another way."""
+    time = datetime.now(UTC).isoformat().replace("+00:00", "Z")
+    log.write(json.dumps({**fields, "event": event, "level": "error", "time": time}) + "\n")

@@ -87,7 +87,7 @@ async def _run(config: Config, *, fresh: bool) -> int:
     from rich.text import Text
 
     from envs.logs import configure_logging
-    from orchestrator.cli.log_file import open_log
+    from orchestrator.cli.log_file import note, open_log
     from orchestrator.service import build_front, start_service
     from orchestrator.service.blueprint import verify
     from orchestrator.service.health import calm_garbage_collector
@@ -118,6 +118,10 @@ async def _run(config: Config, *, fresh: bool) -> int:
         # A signal during the start cancels this task; what had started has been stopped on the way here.
         if signals.exit_code:
             return signals.exit_code
+        raise
+    except Exception as error:
+        # The terminal gets it as one line, or as the traceback of our bug; the log must have it too.
+        note(log_file, "run.failed", error=f"{type(error).__name__}: {error}")
         raise
     print_summary(summary, console)
     return signals.exit_code
