@@ -87,10 +87,10 @@ async def _run(config: Config, *, fresh: bool) -> int:
     from rich.text import Text
 
     from envs.logs import configure_logging
-    from orchestrator.cli.log_file import note, open_log
     from orchestrator.service import build_front, start_service
     from orchestrator.service.blueprint import verify
     from orchestrator.service.health import calm_garbage_collector
+    from orchestrator.service.log_file import note, open_log
     from orchestrator.views.progress import print_summary, show_progress, show_start
 
     verify(config)  # nothing is written for a configuration that cannot be started

@@ -5,6 +5,7 @@ The command line wins over environment variables (`ORCHESTRATOR__BATCH__SIZE=64`
 with its TOML path.
 """
 
+import copy
 import difflib
 import os
 import tomllib
@@ -40,7 +41,7 @@ from orchestrator.errors import ConfigError
 
 ENV_PREFIX = "ORCHESTRATOR__"
 
-__all__ = ["Config", "find_warnings", "load_config", "table_model"]
+__all__ = ["Config", "find_warnings", "load_config", "resolve_config", "table_model"]
 
 
 class Config(Truthless, BaseSettings):
@@ -98,11 +99,41 @@ class Config(Truthless, BaseSettings):
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     """Read, merge and validate; raises ConfigError with every problem found."""
-    data = _read_toml(path)
+    return _resolve(_read_toml(path), path, overrides, {})
+
+
+def resolve_config(
+    source: str | Path | Mapping[str, Any] | Config,
+    overrides: Sequence[str] = (),
+    settings: Mapping[str, Any] | None = None,
+) -> Config:
+    """The same for programs: a file's path, a dict of the same shape, or a Config; `settings` are by dotted name."""
+    settings = settings or {}
+    if isinstance(source, Config):
+        if not overrides and not settings:
+            return source
+        data = source.model_dump(exclude_unset=True)
+        path = (source.directory or Path.cwd()) / "the configuration"
+    elif isinstance(source, Mapping):
+        data, path = copy.deepcopy(dict(source)), Path("the configuration")
+    else:
+        path = Path(source)
+        data = _read_toml(path)
+    return _resolve(data, path, overrides, settings)
+
+
+def _resolve(
+    data: dict[str, Any], path: Path, overrides: Sequence[str], settings: Mapping[str, Any]
+) -> Config:
     problems: list[Problem] = []
     if not any(find_misshapen(data)):
         _merge(data, _environment(problems))
         _apply_overrides(data, overrides, problems)
+        for key, value in settings.items():
+            try:
+                _set(data, key.split("."), value)
+            except LookupError as error:
+                problems.append((key, str(error.args[0])))
     if misshapen := list(find_misshapen(data)):
         raise _refusal(path, [*misshapen, *problems])  # nothing else can look at such values
     # A setting's name is never passed on as one of the class' own arguments, which start with an underscore.

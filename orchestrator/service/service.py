@@ -44,7 +44,7 @@ from orchestrator.service.wiring import (
     open_journal,
 )
 from orchestrator.trainer_link.encoding import check_shares
-from orchestrator.trainer_link.server import PROBE_S, BatchServer, open_link
+from orchestrator.trainer_link.server import PROBE_S, BatchServer, Link, open_link
 from orchestrator.trainer_link.versions import POLL_S, VersionWatcher
 from orchestrator.views.http import build_app, serve_http
 
@@ -58,6 +58,12 @@ START_REPORT_S = 10.0
 
 TELL_S = 5.0
 """How long ranks have to hear that there are no more batches."""
+
+
+class Stop(asyncio.Event):
+    """Set to have a run end in order; `reason` is what its summary says."""
+
+    reason = "stopped by a signal"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +83,7 @@ class Service:
     http_address: str | None
     journal_failed: asyncio.Future[JournalError]
     front: Front
-    stop: asyncio.Event = field(default_factory=asyncio.Event)
+    stop: Stop = field(default_factory=Stop)
 
     @property
     def run(self) -> Run:
@@ -159,7 +165,7 @@ class Service:
                 await self.driver.wait_idle()
         except TimeoutError:
             log.info("run.drain_ended", inflight=self.run.parts.ledger.total_inflight)
-        self.run.end("stopped by a signal")
+        self.run.end(self.stop.reason)
         self.driver.perform()
 
     async def finish(self, end: str) -> dict[str, Any]:
@@ -202,9 +208,12 @@ class _EndOfRun(Exception):  # noqa: N818  not an error: it ends the group of pa
 
 @asynccontextmanager
 async def start_service(
-    config: Config, *, fresh: bool = False, front: Front | None = None
+    config: Config, *, fresh: bool = False, front: Front | None = None, link: Link | None = None
 ) -> AsyncIterator[Service]:
-    """Start every part; stop them when the block is left. Who gives a `front` can look at the start meanwhile."""
+    """Start every part; stop them when the block is left.
+
+    Who gives a `front` can look at the start meanwhile. `link`: a way to the trainer in place of the configured one.
+    """
     blueprint.verify(config)
     async with AsyncExitStack() as stack:
         failed: asyncio.Future[JournalError] = asyncio.get_running_loop().create_future()
@@ -212,7 +221,7 @@ async def start_service(
         front = front or build_front(config)
         # Addresses in use are found before anything is started, and the status can be asked for from here on.
         http_address = await _serve_http(config, stack, front)
-        link = open_link(
+        link = link or open_link(
             blueprint.trainer_address(config), keys=blueprint.trainer_keys(config), probe_s=PROBE_S
         )
         stack.push_async_callback(link.aclose)

@@ -37,7 +37,8 @@ class LogFile(io.TextIOBase):
 
     def write(self, text: str) -> int:
         data = text.encode("utf-8", "replace")
-        with suppress(OSError):
+        # A file that was closed: whoever still logs is not to fail for it.
+        with suppress(OSError, ValueError):
             if self._bytes and self._bytes + len(data) > self._max_bytes:
                 self._rotate()
             self._file.write(data)
