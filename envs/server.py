@@ -269,12 +269,16 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return None
 
 
-def _refuse_breakpoint(*args: object, **kwargs: object) -> None:
-    """A server has no terminal: its standard input is empty, and a debugger would end the rollout without a word."""
-    raise RuntimeError(
-        "breakpoint() needs a terminal, which an env server does not have; "
-        'debug the environment with "orchestrator env try ID -n 1", or name another debugger in PYTHONBREAKPOINT'
-    )
+def _no_breakpoint(environment: str) -> Callable[..., None]:
+    """What breakpoint() does in a server: its standard input is empty, and a debugger would end the rollout unasked."""
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise RuntimeError(
+            "breakpoint() needs a terminal, which an env server does not have; "
+            f'debug with "orchestrator env try {environment} -n 1", or name another debugger in PYTHONBREAKPOINT'
+        )
+
+    return refuse
 
 
 def main() -> int:
@@ -286,7 +290,7 @@ def main() -> int:
     spec = msgspec.json.decode(line, type=ServerSpec)
     configure_logging(spec.log_level, spec.log_format, server=spec.name)
     if not os.environ.get("PYTHONBREAKPOINT"):
-        sys.breakpointhook = _refuse_breakpoint
+        sys.breakpointhook = _no_breakpoint(spec.id)
 
     def watch_parent(server: EnvServer) -> None:
         loop = asyncio.get_running_loop()

@@ -105,7 +105,7 @@ def _add_try(verbs: "Commands") -> None:
     parser.add_argument("--system-prompt", help="put in front of every conversation")
     parser.add_argument("--api-key-env", metavar="NAME", help="environment variable with the API key")
     parser.add_argument(
-        "--timeout", type=float, default=300.0, help="seconds that a rollout may take (default: 300)"
+        "--timeout", type=float, default=300.0, help="seconds that a rollout may take; 0: any (default: 300)"
     )
     parser.add_argument(
         "--eval", action="store_true", help="ask for no token ids, so that any chat endpoint will do"
