@@ -14,7 +14,7 @@ from envs.importing import nearest
 from envs.loader import LOADERS
 from orchestrator.config.domains import raw_domain_of, raw_targets
 from orchestrator.config.fitting import find_misfit_warnings, find_misfits
-from orchestrator.config.sections import BreakerConfig
+from orchestrator.config.sections import FROM_TRAINER, BreakerConfig
 from orchestrator.config.shapes import Problem
 from orchestrator.mix.breaker import RESTORE, TRIP
 
@@ -32,6 +32,7 @@ def find_problems(data: Mapping[str, Any]) -> list[Problem]:
         *_domains(data),
         *_domain_targets(data),
         *_endpoints(data),
+        *_initial_weights(data),
         *_ranks(data),
         *_exposure(data),
     ]
@@ -174,6 +175,17 @@ def _endpoints(data: Mapping[str, Any]) -> Iterator[Problem]:
     for position, url in enumerate(urls if isinstance(urls, list) else []):
         if isinstance(url, str) and not url.startswith(("http://", "https://")):
             yield f"inference.base_urls[{position}]", f'"{url}" is not an http:// or https:// address'
+
+
+def _initial_weights(data: Mapping[str, Any]) -> Iterator[Problem]:
+    inference = _table(data, "inference")
+    initial, path = inference.get("initial_weights"), "inference.initial_weights"
+    if initial is None:
+        return
+    if "local" not in data and inference.get("weight_update", "none") == "none":
+        yield path, 'weight_update = "none" loads no weights; set weight_update, or remove this'
+    if initial == FROM_TRAINER and "local" in data and _table(data, "local").get("trainer", True):
+        yield path, "the reference trainer of [local] publishes no version 0; remove this"
 
 
 def _ranks(data: Mapping[str, Any]) -> Iterator[Problem]:

@@ -14,6 +14,7 @@ is the target again.
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 
 import structlog
 
@@ -26,6 +27,20 @@ log = structlog.get_logger(__name__)
 
 _AT_PUBLICATION = "publish after the files are written; if only the engines see the folder, set inference.check_weights = false"
 _AT_LOADING = "publish a newer version, or put it back"
+
+
+_AWAITED = (
+    'waits for the trainer to publish version 0, because of inference.initial_weights = "trainer"; '
+    "publish(version=0, path=…) before the first batch"
+)
+
+
+class Beginning(StrEnum):
+    """What engines serve as long as nothing was published and no initial weights are known."""
+
+    OWN = "own"  # the weights that an engine was started with; one that was given others since is refused
+    ANY = "any"  # whatever it has
+    TRAINER = "trainer"  # nothing: the trainer publishes version 0 first
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +65,11 @@ class WeightSync:
         check_paths: bool,
         version: int,
         path: str | None,
+        beginning: Beginning,
         clock: Callable[[], float],
     ) -> None:
         self.update = update
+        self.beginning = beginning
         self.target = self.loaded = Weights(serial=0, version=version, path=path)
         self.problem = ""
         self._endpoints = endpoints
@@ -61,6 +78,11 @@ class WeightSync:
         self._check_paths = check_paths
         self._clock = clock
         self._serial = 0
+
+    @property
+    def begins(self) -> bool:
+        """Whether nothing is known yet that an engine could be told to load."""
+        return self.target.serial == 0 and self.target.path is None
 
     async def check(self, version: int, path: str | None) -> str | None:
         """The path as engines are to be given it; WeightUpdateError if a version cannot be loaded."""
@@ -129,7 +151,9 @@ class WeightSync:
         return any(endpoint.state in IN_SERVICE for endpoint in self._endpoints)
 
     async def _bring_to(self, target: Weights, endpoint: Endpoint, api: EngineApi) -> None:
-        if target.serial == 0 and target.path is None:
+        if self.begins:
+            if self.beginning is Beginning.TRAINER:
+                raise WeightUpdateError(_AWAITED)
             # Nothing was published yet: the weights that the engine was started with are the initial ones. They
             # cannot be loaded again. After a load that failed, vLLM ends and starts with them, SGLang goes back.
             self._settle(endpoint, target, label=None)
