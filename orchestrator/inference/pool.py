@@ -79,6 +79,7 @@ class InferencePool(Roster):
             path=weights_path,
             beginning=beginning,
             clock=clock,
+            on_refused=lambda: self.on_change(),
         )
         self._policy = health
         self._straggler_grace_s = straggler_grace_s
@@ -129,6 +130,11 @@ class InferencePool(Roster):
     def loaded(self) -> Weights:
         """The newest weights that at least one engine has loaded; at the start, those that the run goes on with."""
         return self._sync.loaded
+
+    @property
+    def settled(self) -> bool:
+        """Whether an engine has loaded the version that every endpoint is brought to."""
+        return self._sync.loaded is self._sync.target
 
     @property
     def awaits_initial(self) -> bool:

@@ -53,7 +53,10 @@ class Weights:
 
 
 class WeightSync:
-    """The target and the way to it. `problem` is why the target could not be loaded when it was last tried."""
+    """The target and the way to it. `problem` is why the target could not be loaded when it was last tried.
+
+    `on_refused` is called when a target was given up, because no engine may come into service by that.
+    """
 
     def __init__(
         self,
@@ -67,8 +70,10 @@ class WeightSync:
         path: str | None,
         beginning: Beginning,
         clock: Callable[[], float],
+        on_refused: Callable[[], None],
     ) -> None:
         self.update = update
+        self._on_refused = on_refused
         self.beginning = beginning
         self.target = self.loaded = Weights(serial=0, version=version, path=path)
         self.problem = ""
@@ -109,6 +114,7 @@ class WeightSync:
             return False
         self._aim_at(self.loaded)
         log.error("weights.refused", version=weights.version, path=weights.path, instead=self.loaded.version)
+        self._on_refused()
         return True
 
     def is_refused(self, weights: Weights) -> bool:

@@ -83,7 +83,7 @@ class WeightLoader:
                 "another is waited for" if self._pool.awaits_initial else f"version {loaded.version} stays"
             )
             driver.tell(run.on_refused, pending, f"no inference server could load it; {stays}")
-        elif pending is not None and loaded.version >= pending:
+        elif self._pool.settled:
             self._pending = None
         driver.wake()
 
