@@ -21,6 +21,10 @@ MOST_SEQUENCES = 1_000_000
 MOST_TOKENS = 10**9
 
 
+FROM_TRAINER = "trainer"
+"""In place of a folder of initial weights."""
+
+
 class Truthless(BaseModel):
     """Takes no true or false where a number is meant; to Python they are 1 and 0."""
 
@@ -58,6 +62,10 @@ class InferenceConfig(Section):
     """OpenAI-compatible endpoints, each with its /v1."""
     weight_update: str = "none"
     """How new weights reach the servers: none, vllm, sglang, or "module:attr"."""
+    initial_weights: str | None = None
+    """Folder of the weights that a fresh run begins with; every server loads it before it gets work. "trainer": the trainer
+    publishes version 0 before the first batch. Unset: the weights that the servers were started with, and a server that
+    says it was given others since is refused."""
     api_key_env: str | None = None
     """Name of the environment variable that holds the API key."""
     ready_timeout_s: Seconds = 600

@@ -24,7 +24,7 @@ from orchestrator.buffer.minimums import BatchMinimums
 from orchestrator.config import Config
 from orchestrator.config.domains import domain_of
 from orchestrator.config.fitting import batch_minimums
-from orchestrator.config.sections import EnvSection, EvalEnvSection, TrainEnvSection
+from orchestrator.config.sections import FROM_TRAINER, EnvSection, EvalEnvSection, TrainEnvSection
 from orchestrator.dispatch.ports import Rules
 from orchestrator.env_servers.env import (
     EnvSpec,
@@ -41,12 +41,14 @@ from orchestrator.groups.scoring import build_advantage
 from orchestrator.inference import (
     NEUTRAL,
     AdaptiveConcurrency,
+    Beginning,
     FixedConcurrency,
     HealthPolicy,
     InferencePool,
     SamplingCheck,
     build_weight_update,
 )
+from orchestrator.inference.checkpoint import find_problem
 from orchestrator.journal import EnvIdentity, RunIdentity, digest_of
 from orchestrator.local.children import LocalChildren
 from orchestrator.mix import CircuitBreaker, EnvShare, build_mix, mix_targets, verify_strategy
@@ -428,11 +430,31 @@ def build_pool(
         api_key_env=inference.api_key_env,
         version=version,
         weights_path=weights_path,
+        beginning=_beginning(config, train),
         check_weights=inference.check_weights and config.local is None,
         health=health,
         update_timeout_s=inference.update_timeout_s,
         straggler_grace_s=inference.straggler_grace_s,
     )
+
+
+def initial_path(config: Config) -> str | None:
+    """The folder that a fresh run begins with, if one is named; ConfigError if it cannot be loaded."""
+    named = config.inference.initial_weights
+    if named in (None, FROM_TRAINER):
+        return None
+    folder = Path(named).expanduser().absolute()
+    looked_at = config.inference.check_weights and config.local is None
+    if looked_at and (problem := find_problem(folder)):
+        remedy = "if only the servers see the folder, set inference.check_weights = false"
+        raise ConfigError(f"inference.initial_weights: {problem}; {remedy}")
+    return str(folder) if looked_at else named
+
+
+def _beginning(config: Config, train: bool) -> Beginning:
+    if not train:
+        return Beginning.ANY
+    return Beginning.TRAINER if config.inference.initial_weights == FROM_TRAINER else Beginning.OWN
 
 
 def _sampling_check(config: Config, health: HealthPolicy) -> SamplingCheck:
