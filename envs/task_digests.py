@@ -24,12 +24,11 @@ _TEXT_CHARS = 300
 async def _listed(spec: ServerSpec, environment: Environment) -> list[tuple[int, str]]:
     responder = Responder(environment, client=InferenceClient(limit=1), env=spec.id, seed=spec.seed)
     split = spec.splits[0]
-    with seeded(spec.seed, "setup"):
-        await environment.setup()
+    await responder.prepare([split])
     try:
         digests = responder.samples_of(split, spec.capacity)
         return [
-            (digest, repr(_plain(responder.look_up(split, index)))[:_TEXT_CHARS])
+            (digest, repr(_plain(responder.task(split, index)))[:_TEXT_CHARS])
             for index, digest in digests.items()
         ]
     finally:
