@@ -32,6 +32,7 @@ from envs.inference_client import InferenceClient
 from envs.lifeline import Lifeline
 from envs.loader import load_environment
 from envs.logs import configure_logging
+from envs.report import write_report
 from envs.server_spec import EXIT_STARTUP, ServerSpec
 from envs.sessions import ActiveRequest, Sessions
 from envs.watchdog import LoopWatchdog
@@ -140,6 +141,8 @@ class EnvServer:
         responder = Responder(self._environment, client=client, env=self._spec.env or self._spec.id)
         try:
             counts = await responder.prepare(self._spec.splits)
+            if self._spec.report:
+                write_report(self._spec, responder)
         except EnvironmentLoadError as error:
             _log_load_failure(error)
             self.load_failed = True

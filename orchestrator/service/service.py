@@ -19,6 +19,7 @@ from typing import Any
 import structlog
 
 from orchestrator.config import Config, find_warnings
+from orchestrator.config.sections import FROM_TRAINER
 from orchestrator.dispatch.waits import WaitKind
 from orchestrator.env_servers.env import EvalEnvs, TrainEnvs, side_by_side
 from orchestrator.errors import JournalError, OrchestratorError
@@ -194,7 +195,7 @@ class Service:
         """Versions that the trainer leaves in a directory instead of publishing them over the link."""
         directory = self.config.trainer.versions_dir
         if directory is not None:
-            newest = self.run.parts.versions.published
+            newest = self.run.newest_version
             watcher = VersionWatcher(directory, on_version=self.server.publish, version=newest, poll_s=POLL_S)
             await watcher.run()
 
@@ -235,6 +236,7 @@ async def start_service(
             config.trainer.world_size,
         )
         weights = JournaledWeights(recovered.state)
+        weights.begin_with(blueprint.initial_path(config) if weights.begins else None)
         children = await stack.enter_async_context(LocalChildren(config.run_dir))
         pool = await stack.enter_async_context(
             blueprint.build_pool(
@@ -266,6 +268,7 @@ async def start_service(
             offer=offers,
             now=time.monotonic(),
         )
+        run.begins_with_trainer = config.inference.initial_weights == FROM_TRAINER
         with JournalReader(config.run_dir) as reader:
             resume(run, recovered, weights, reader.evals())
         results = EvaluationFile(config.run_dir)

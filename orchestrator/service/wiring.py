@@ -124,7 +124,7 @@ def build_batch_server(
         run=journal.run_id,
         keep=config.trainer.keep_batches,
         last_step=recovered.last_acknowledged,
-        newest_version=lambda: run.parts.versions.published,
+        newest_version=lambda: run.newest_version,
         load=journal.load_batch,
         check_version=check_version,
         on_ack=lambda step: tell(run.on_ack, step),

@@ -87,7 +87,8 @@ class BatchServer:
         """Serve `world_size` ranks over `link`, which is closed with this.
 
         `keep` acknowledged batches stay in memory; `load` reads others back (in a thread). `last_step`
-        is where a resumed run stands, `newest_version` asks for the newest published version. `check_version(version, path, decided)` calls `decided` once, with the reason why
+        is where a resumed run stands, `newest_version` asks for the newest published version, -1 while version 0 itself
+        may be published. `check_version(version, path, decided)` calls `decided` once, with the reason why
         a newer version cannot be loaded, or "". `on_rank_ack(step, rank)` and `on_publish` record, and a rank is
         answered when `when_durable` calls back, so that what it was told holds after a crash; `on_ack(step)` says that
         every rank has acknowledged, `on_trained(step)` that a published version comes from training on a step.
