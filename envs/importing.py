@@ -16,6 +16,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from envs.places import describe, find_place
+
 
 class ImportReferenceError(ValueError):
     """A reference that leads nowhere; the message is one line for the user."""
@@ -81,8 +83,12 @@ def _import(module_name: str, shown: str) -> ModuleType:
                 f"{shown}: there is no module {missing} for {sys.executable}, nor in {' or '.join(places)}; "
                 "install it, or start where it is found"
             ) from None
+        place = find_place(error)
         raise ImportReferenceError(
             f'{shown}: its module needs "{missing}", which is not installed for {sys.executable}'
+            + (f" (at {place})" if place else "")
         ) from error
     except ImportError as error:
-        raise ImportReferenceError(f"{shown}: its module cannot be imported: {error}") from error
+        raise ImportReferenceError(
+            f"{shown}: its module cannot be imported: {describe(error).removeprefix('ImportError: ')}"
+        ) from error

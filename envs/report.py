@@ -4,7 +4,6 @@ Written to a file before the server is ready, by the process that a run would st
 that two splits can be compared without sending them.
 """
 
-import hashlib
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -13,7 +12,9 @@ from typing import Any, Protocol, Union
 
 import msgspec
 
+from envs.digests import digest_of
 from envs.environment import Task
+from envs.errors import EnvironmentRaisedError
 from envs.loader import find_factory
 from envs.server_spec import ServerSpec
 
@@ -33,7 +34,7 @@ class SplitReport(msgspec.Struct, frozen=True):
     """The number of tasks, None when unbounded, the digests of the first ones, and what is wrong with them."""
 
     count: int | None
-    digests: list[str]
+    digests: list[int]
     problems: list[str]
 
 
@@ -46,11 +47,11 @@ class EnvReport(msgspec.Struct, frozen=True):
 
 
 def write_report(spec: ServerSpec, environment: Surveyed) -> None:
-    """Look at the environment and write down what it is like; whatever it raises passes through."""
+    """Look at the environment and write down what it is like; EnvironmentRaisedError if its tasks cannot be made."""
     factory = find_factory(spec.id)
     report = EnvReport(
         args=unfit_args(factory, spec.args) if factory is not None else [],
-        splits={split: _survey(environment, split) for split in spec.splits},
+        splits={split: _raising(spec.id, environment, split) for split in spec.splits},
     )
     Path(spec.report).write_bytes(msgspec.json.encode(report))
 
@@ -91,6 +92,14 @@ def _is_plain(hint: Any) -> bool:
     return outer in _PLAIN and all(map(_is_plain, inner))
 
 
+def _raising(shown: str, environment: Surveyed, split: str) -> SplitReport:
+    try:
+        return _survey(environment, split)
+    # The environment's own code, which may raise anything.
+    except Exception as error:
+        raise EnvironmentRaisedError(f'tasks("{split}") of "{shown}"', error) from error
+
+
 def _survey(environment: Surveyed, split: str) -> SplitReport:
     count = environment.tasks_in(split)
     number = FIRST_TASKS if count is None else min(count, FIRST_TASKS)
@@ -102,12 +111,4 @@ def _survey(environment: Surveyed, split: str) -> SplitReport:
     ]
     if count == 0:
         problems.append("there are no tasks")
-    return SplitReport(count, [_digest(task) for task in tasks], problems)
-
-
-def _digest(task: object) -> str:
-    try:
-        encoded = msgspec.json.encode(task, enc_hook=repr, order="deterministic")
-    except (TypeError, ValueError, msgspec.MsgspecError):
-        encoded = repr(task).encode()
-    return hashlib.sha256(encoded).hexdigest()[:16]
+    return SplitReport(count, [digest_of(task) for task in tasks], problems)

@@ -105,10 +105,16 @@ def _add_try(verbs: "Commands") -> None:
     parser.add_argument("--system-prompt", help="put in front of every conversation")
     parser.add_argument("--api-key-env", metavar="NAME", help="environment variable with the API key")
     parser.add_argument(
-        "--timeout", type=float, default=300.0, help="seconds that a rollout may take (default: 300)"
+        "--timeout", type=float, default=300.0, help="seconds that a rollout may take; 0: any (default: 300)"
     )
     parser.add_argument(
         "--eval", action="store_true", help="ask for no token ids, so that any chat endpoint will do"
+    )
+    parser.add_argument(
+        "--log-level",
+        default="info",
+        choices=["debug", "info", "warning", "error", "critical"],
+        help="of what the environment logs (default: info)",
     )
     parser.set_defaults(run=_user_errors(_try))
 
@@ -208,6 +214,7 @@ def _try(arguments: argparse.Namespace) -> int:
             api_key_env=arguments.api_key_env,
             timeout_s=arguments.timeout,
             train=not arguments.eval,
+            log_level=arguments.log_level,
         )
     )
 

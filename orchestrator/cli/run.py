@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import AsyncExitStack, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -105,11 +106,11 @@ async def _run(config: Config, *, fresh: bool) -> int:
     from rich.text import Text
 
     from envs.logs import configure_logging
-    from orchestrator.cli.log_file import open_log
-    from orchestrator.service import start_service
+    from orchestrator.service import build_front, start_service
     from orchestrator.service.blueprint import verify
     from orchestrator.service.health import calm_garbage_collector
-    from orchestrator.views.progress import print_summary, show_progress
+    from orchestrator.service.log_file import note, open_log
+    from orchestrator.views.progress import print_summary, show_progress, show_start
 
     verify(config)  # nothing is written for a configuration that cannot be started
     console, display = _console(config)
@@ -122,9 +123,11 @@ async def _run(config: Config, *, fresh: bool) -> int:
     log = structlog.get_logger()
     for path, warning in find_warnings(config.model_dump()):
         log.warning("config.warning", path=path, warning=warning)
-    signals = Signals()
+    signals, front = Signals(), build_front(config)
     try:
-        async with start_service(config, fresh=fresh) as service:
+        async with AsyncExitStack() as stack:
+            async with show_start(front.status, console) if display else nullcontext():
+                service = await stack.enter_async_context(start_service(config, fresh=fresh, front=front))
             signals.attach(service)
             calm_garbage_collector()
             beside = [show_progress(service.status, console)] if display else []
@@ -134,6 +137,10 @@ async def _run(config: Config, *, fresh: bool) -> int:
         # A signal during the start cancels this task; what had started has been stopped on the way here.
         if signals.exit_code:
             return signals.exit_code
+        raise
+    except Exception as error:
+        # The terminal gets it as one line, or as the traceback of our bug; the log must have it too.
+        note(log_file, "run.failed", error=f"{type(error).__name__}: {error}")
         raise
     print_summary(summary, console)
     return signals.exit_code

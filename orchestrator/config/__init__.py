@@ -4,8 +4,9 @@
 TOML path, and with the variable or flag that it came from.
 """
 
+import copy
 import difflib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -33,10 +34,10 @@ from orchestrator.config.sections import (
     Truthless,
 )
 from orchestrator.config.shapes import Problem, find_misshapen, shown
-from orchestrator.config.sources import ENV_PREFIX, Sources
+from orchestrator.config.sources import ENV_PREFIX, Sources, read_toml
 from orchestrator.errors import ConfigError
 
-__all__ = ["Config", "find_warnings", "load_config", "table_model"]
+__all__ = ["Config", "find_warnings", "load_config", "resolve_config", "table_model"]
 
 
 class Config(Truthless, BaseSettings):
@@ -94,11 +95,38 @@ class Config(Truthless, BaseSettings):
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     """Read, merge and validate; raises ConfigError with every problem found."""
-    sources = Sources(path)
-    data, problems = sources.data, sources.problems
+    return _resolve(read_toml(path), path, overrides, {})
+
+
+def resolve_config(
+    source: str | Path | Mapping[str, Any] | Config,
+    overrides: Sequence[str] = (),
+    settings: Mapping[str, Any] | None = None,
+) -> Config:
+    """The same for programs: a file's path, a dict of the same shape, or a Config; `settings` are by dotted name."""
+    settings = settings or {}
+    if isinstance(source, Config):
+        if not overrides and not settings:
+            return source
+        data = source.model_dump(exclude_unset=True)
+        path = (source.directory or Path.cwd()) / "the configuration"
+    elif isinstance(source, Mapping):
+        data, path = copy.deepcopy(dict(source)), Path("the configuration")
+    else:
+        path = Path(source)
+        data = read_toml(path)
+    return _resolve(data, path, overrides, settings)
+
+
+def _resolve(
+    data: dict[str, Any], path: Path, overrides: Sequence[str], settings: Mapping[str, Any]
+) -> Config:
+    sources = Sources(data)
+    problems = sources.problems
     if not any(find_misshapen(data)):
         sources.add_environment(Config)
         sources.add_overrides(overrides)
+        sources.add_settings(settings)
     if misshapen := list(find_misshapen(data)):
         raise _refusal(path, [*misshapen, *problems], sources)  # nothing else can look at such values
     # A setting's name is never passed on as one of the class' own arguments, which start with an underscore.

@@ -14,7 +14,7 @@ from envs.loader import LOADERS
 from orchestrator.config.domains import raw_domain_of, raw_targets
 from orchestrator.config.fitting import find_misfit_warnings, find_misfits
 from orchestrator.config.sampling import find_bad_sampling
-from orchestrator.config.sections import BreakerConfig, DispatchConfig
+from orchestrator.config.sections import FROM_TRAINER, BreakerConfig, DispatchConfig
 from orchestrator.config.shapes import Problem
 from orchestrator.mix.breaker import RESTORE, TRIP
 
@@ -32,6 +32,7 @@ def find_problems(data: Mapping[str, Any]) -> list[Problem]:
         *_domains(data),
         *_domain_targets(data),
         *_endpoints(data),
+        *_initial_weights(data),
         *_ranks(data),
         *_exposure(data),
     ]
@@ -153,6 +154,17 @@ def _endpoints(data: Mapping[str, Any]) -> Iterator[Problem]:
             yield where, f'"{url}" is not an http:// or https:// address'
         elif isinstance(url, str) and not url.partition("://")[2].rstrip("/").partition("/")[2]:
             yield where, f'"{url}" ends before its path; did you mean "{url.rstrip("/")}/v1"?'
+
+
+def _initial_weights(data: Mapping[str, Any]) -> Iterator[Problem]:
+    inference = _table(data, "inference")
+    initial, path = inference.get("initial_weights"), "inference.initial_weights"
+    if initial is None:
+        return
+    if "local" not in data and inference.get("weight_update", "none") == "none":
+        yield path, 'weight_update = "none" loads no weights; set weight_update, or remove this'
+    if initial == FROM_TRAINER and "local" in data and _table(data, "local").get("trainer", True):
+        yield path, "the reference trainer of [local] publishes no version 0; remove this"
 
 
 def _ranks(data: Mapping[str, Any]) -> Iterator[Problem]:

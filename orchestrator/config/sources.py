@@ -21,10 +21,10 @@ ENV_PREFIX = "ORCHESTRATOR__"
 
 
 class Sources:
-    """What the file said, with the rest laid over it; `problems` are those of reading it."""
+    """What a file said, with the rest laid over it; `problems` are those of reading the rest."""
 
-    def __init__(self, path: Path) -> None:
-        self.data = read_toml(path)
+    def __init__(self, data: dict[str, Any]) -> None:
+        self.data = data
         self.problems: list[Problem] = []
         self._origins: dict[str, str] = {}
 
@@ -70,6 +70,14 @@ class Sources:
                 self._origins[_set(self.data, key.split("."), _value(text))] = f"--{key}"
             except LookupError as error:
                 self._origins[key] = f"--{key}"
+                self.problems.append((key, str(error.args[0])))
+
+    def add_settings(self, settings: Mapping[str, Any]) -> None:
+        """What a program gave, by dotted name."""
+        for key, value in settings.items():
+            try:
+                _set(self.data, key.split("."), value)
+            except LookupError as error:
                 self.problems.append((key, str(error.args[0])))
 
     def origin(self, path: str) -> str | None:

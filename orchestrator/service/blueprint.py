@@ -19,11 +19,12 @@ from envs.curve import KeyFileError, ServerKeys, read_client_keys, read_key, rea
 from envs.errors import EnvironmentLoadError
 from envs.importing import nearest
 from envs.loader import LOADERS, parse_id
+from envs.model import unpacked
 from orchestrator.buffer.minimums import BatchMinimums
 from orchestrator.config import Config
 from orchestrator.config.domains import domain_of
 from orchestrator.config.fitting import batch_minimums
-from orchestrator.config.sections import EnvSection, EvalEnvSection, TrainEnvSection
+from orchestrator.config.sections import FROM_TRAINER, EnvSection, EvalEnvSection, TrainEnvSection
 from orchestrator.dispatch.ports import Rules
 from orchestrator.env_servers.env import (
     EnvSpec,
@@ -38,12 +39,16 @@ from orchestrator.env_servers.supervision import RestartPolicy
 from orchestrator.errors import ConfigError
 from orchestrator.groups.scoring import build_advantage
 from orchestrator.inference import (
+    NEUTRAL,
     AdaptiveConcurrency,
+    Beginning,
     FixedConcurrency,
     HealthPolicy,
     InferencePool,
+    SamplingCheck,
     build_weight_update,
 )
+from orchestrator.inference.checkpoint import find_problem
 from orchestrator.journal import EnvIdentity, RunIdentity, digest_of
 from orchestrator.local.children import LocalChildren
 from orchestrator.mix import CircuitBreaker, EnvShare, build_mix, mix_targets, verify_strategy
@@ -162,6 +167,7 @@ def _env_spec(
         workers=section.workers,
         addresses=tuple(section.addresses),
         capacity=section.capacity,
+        seed=config.seed,
         ready_timeout_s=section.ready_timeout_s,
         silence_timeout_s=section.silence_timeout_s,
         reconnect_timeout_s=section.reconnect_timeout_s,
@@ -230,6 +236,11 @@ def merged(shared: Mapping[str, object], own: Mapping[str, object]) -> dict[str,
     return result
 
 
+def _train_sampling(config: Config) -> dict[str, object]:
+    """What all training envs are sampled with; engines would fill in what is missing as the model's folder says."""
+    return {**(NEUTRAL if config.train.neutral_sampling else {}), **config.train.sampling}
+
+
 def build_train_envs(config: Config) -> TrainEnvs:
     """The training environments, not started."""
     return TrainEnvs([build_train_env(config, section) for section in config.train.env])
@@ -237,7 +248,7 @@ def build_train_envs(config: Config) -> TrainEnvs:
 
 def build_train_env(config: Config, section: TrainEnvSection) -> TrainEnv:
     """One of them."""
-    spec = _env_spec(config, section, name=section.label, train=True, sampling=dict(config.train.sampling))
+    spec = _env_spec(config, section, name=section.label, train=True, sampling=_train_sampling(config))
     group_size = section.group_size or config.train.group_size
     settings = TrainSettings(
         ratio=section.ratio,
@@ -279,6 +290,7 @@ def build_identity(config: Config, train: TrainEnvs) -> RunIdentity:
                 split=env.spec.split,
                 num_tasks=env.num_tasks,
                 args=digest_of(env.spec.args),
+                samples={str(index): digest for index, digest in env.samples.items()},
             )
             for (name, env), section in zip(train.items(), config.train.env, strict=True)
         },
@@ -398,9 +410,9 @@ def inference_urls(config: Config, children: LocalChildren) -> list[str]:
 
 
 def build_pool(
-    config: Config, base_urls: Sequence[str], *, version: int, weights_path: str | None
+    config: Config, base_urls: Sequence[str], *, version: int, weights_path: str | None, train: bool
 ) -> InferencePool:
-    """The inference servers, not contacted."""
+    """The inference servers, not contacted. `train`: what they return is trained on, and must be fit for it."""
     dispatch, inference = config.dispatch, config.inference
     concurrency: FixedConcurrency | AdaptiveConcurrency = FixedConcurrency(dispatch.max_inflight)
     if dispatch.concurrency == "adaptive":
@@ -408,20 +420,52 @@ def build_pool(
             min_inflight=dispatch.min_inflight, max_inflight=dispatch.max_inflight
         )
     read_variable("inference.api_key_env", inference.api_key_env)
+    health = HealthPolicy(
+        interval_s=inference.health_interval_s, progress_timeout_s=inference.progress_timeout_s
+    )
     return InferencePool(
         base_urls,
         model=config.model.name,
         update=build_weight_update("vllm" if config.local is not None else inference.weight_update),
+        sampling=_sampling_check(config, health) if train else None,
         concurrency=concurrency,
         api_key_env=inference.api_key_env,
         version=version,
         weights_path=weights_path,
+        beginning=_beginning(config, train),
         check_weights=inference.check_weights and config.local is None,
-        health=HealthPolicy(
-            interval_s=inference.health_interval_s, progress_timeout_s=inference.progress_timeout_s
-        ),
+        health=health,
         update_timeout_s=inference.update_timeout_s,
         straggler_grace_s=inference.straggler_grace_s,
+    )
+
+
+def initial_path(config: Config) -> str | None:
+    """The folder that a fresh run begins with, if one is named; ConfigError if it cannot be loaded."""
+    named = config.inference.initial_weights
+    if named in (None, FROM_TRAINER):
+        return None
+    folder = Path(named).expanduser().absolute()
+    looked_at = config.inference.check_weights and config.local is None
+    if looked_at and (problem := find_problem(folder)):
+        remedy = "if only the servers see the folder, set inference.check_weights = false"
+        raise ConfigError(f"inference.initial_weights: {problem}; {remedy}")
+    return str(folder) if looked_at else named
+
+
+def _beginning(config: Config, train: bool) -> Beginning:
+    if not train:
+        return Beginning.ANY
+    return Beginning.TRAINER if config.inference.initial_weights == FROM_TRAINER else Beginning.OWN
+
+
+def _sampling_check(config: Config, health: HealthPolicy) -> SamplingCheck:
+    shared = _train_sampling(config)
+    return SamplingCheck(
+        model=config.model.name,
+        samplings={section.label: unpacked(merged(shared, section.sampling)) for section in config.train.env},
+        accept_raw=config.inference.accept_raw_logprobs,
+        timeout_s=health.probe_timeout_s,
     )
 
 
