@@ -30,6 +30,7 @@ class Loader(Protocol):
 
 LOADERS: Mapping[str, str] = {
     "builtin": "envs.loader:BUILTINS",
+    "dataset": "envs.dataset.environment:LOADER",
     "reasoning_gym": "envs.adapters.reasoning_gym:LOADER",
     "verifiers": "envs.adapters.verifiers:LOADER",
 }
