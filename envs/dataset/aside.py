@@ -7,8 +7,10 @@ are JSON; a helper gets no environment variables of ours, and limits itself as f
 """
 
 import asyncio
+import ctypes
 import json
 import os
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -17,6 +19,7 @@ from typing import Any
 from envs.dataset.confined import UnconfinedError, confine
 from envs.importing import import_attribute
 
+_SET_DEATH_SIGNAL = 1  # of prctl
 _STARTUP_S = 120.0
 _MEMORY_BYTES = 4 * 1024**3
 _FILE_BYTES = 1024**2
@@ -111,8 +114,15 @@ async def _end(process: asyncio.subprocess.Process) -> None:
     await process.wait()
 
 
+def _end_with_parent() -> None:
+    """Ask the kernel, where it can, to end this process with the one that started it, even in the middle of a call."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
+
+
 def main() -> int:
     """Import the function, say so, and answer call after call until standard input ends."""
+    _end_with_parent()
     channel = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what a library prints is no answer
     function = None

@@ -199,10 +199,11 @@ class DatasetEnvironment(Environment):
 class DatasetLoader:
     """Any file: the name is its path."""
 
-    pattern = "<file>"
-
     def names(self) -> list[str]:
-        return []
+        return ["<file>"]
+
+    def about(self, name: str) -> str:
+        return "rows of JSON lines, Parquet or a Hugging Face folder; prompt, splits and scorer are args"
 
     def load(self, name: str, args: Mapping[str, Any]) -> Environment:
         signature = Signature(DatasetEnvironment)

@@ -28,6 +28,7 @@ from envs.errors import RolloutFailure
 
 _FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
 _MEGABYTE = 1024 * 1024
+_PROBE_S = 60.0
 
 
 class Pair(NamedTuple):
@@ -81,7 +82,7 @@ class UnitTests(Scorer):
             return NO_ANSWER
         tests = _read_tests(find(row, self._tests))
         loop = asyncio.get_running_loop()
-        passed = await loop.run_in_executor(self._threads, self._run, blocks[-1], tests)
+        passed = await loop.run_in_executor(self._threads, self._run, blocks[-1], tests, self._timeout_s)
         share = passed / len(tests)
         return Score(share if self._partial else float(passed == len(tests)), metrics={"passed": share})
 
@@ -91,26 +92,26 @@ class UnitTests(Scorer):
     def _probe(self) -> None:
         """See that the limits can be put on here; ValueError with the remedy where they cannot."""
         try:
-            passed = self._run("x = 1", ["assert x == 1"])
+            passed = self._run("x = 1", ["assert x == 1"], timeout_s=_PROBE_S)
         except RolloutFailure as failure:
             raise ValueError(
                 f"{failure.message}; run the env server where it can be, or set confined = false, which limits time"
                 " and memory alone"
             ) from None
         if passed != 1:
-            raise ValueError("nothing runs within these limits; raise memory_mb or timeout_s")
+            raise ValueError("nothing runs within these limits; raise memory_mb")
 
-    def _run(self, code: str, tests: "list[str | Pair]") -> int:
+    def _run(self, code: str, tests: "list[str | Pair]", timeout_s: float) -> int:
         """How many tests pass."""
         texts = [test for test in tests if isinstance(test, str)]
         passed = 0
         if texts:
             mark = secrets.token_hex(16)
-            said, _ = self._start(code, {"tests": texts, "mark": mark}, stdin="", timeout_s=self._timeout_s)
+            said, _ = self._start(code, {"tests": texts, "mark": mark}, stdin="", timeout_s=timeout_s)
             passed += len({line for line in said.splitlines() if line.startswith(f"{mark} ")})
         pairs = [test for test in tests if isinstance(test, Pair)]
         for pair in pairs:
-            share_s = self._timeout_s / len(pairs)
+            share_s = timeout_s / len(pairs)
             said, exit_code = self._start(code, {"tests": None}, stdin=pair.input, timeout_s=share_s)
             passed += exit_code == 0 and _same_lines(said, pair.output)
         return passed

@@ -1,8 +1,12 @@
 """Whether two texts are the same mathematics, by math-verify. Imported in helper processes alone, see `envs.dataset.aside`."""
 
+import logging
 from typing import Any
 
 import math_verify  # type: ignore[import-not-found]  # an extra
+
+# It warns at every call that its own limit of time is off.
+logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 
 def are_equal(answer: str, reply: str) -> bool | None:
