@@ -10,21 +10,27 @@ stops the others.
 
 import asyncio
 import math
-import traceback
 from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 import structlog
 
 from envs import wire
 from envs.environment import Environment, Task, Tasks, is_group_scored
-from envs.errors import RolloutFailure
+from envs.errors import EnvironmentLoadError, EnvironmentRaisedError, RolloutFailure
 from envs.model import ChatClient, Model, ModelSettings
+from envs.places import find_place, package_of, place_of, readable_traceback
+from envs.places import text_of as _text
 from envs.rollout import InvalidRolloutError, Rollout, fits_float32
 
 log = structlog.get_logger()
 
+T = TypeVar("T")
+
 _DETAIL_CHARS = 8000
 _MESSAGE_CHARS = 2000
+_WHERE_CHARS = 300
 _LOGGED_IN_FULL = 20
 _LOGGED_EVERY = 100
 
@@ -36,13 +42,33 @@ class _NoException(Exception):  # noqa: N818  its cause is the error
 class Responder:
     """Answers the requests for one environment with one HTTP client."""
 
-    def __init__(self, environment: Environment, *, client: ChatClient, env: str) -> None:
+    def __init__(
+        self, environment: Environment, *, client: ChatClient, env: str, log_failures: bool = True
+    ) -> None:
         self._environment = environment
         self._client = client
         self._env = env
         self._splits: dict[str, Tasks] = {}
         self._failures: Counter[str] = Counter()
+        self._log_failures = log_failures
+        self._package = package_of(environment)
+        self._rollout = place_of(environment.rollout)
         self.group_scored = is_group_scored(environment)
+
+    async def prepare(self, splits: Iterable[str]) -> dict[str, int | None]:
+        """Set the environment up and count the tasks of each split; EnvironmentLoadError says what of it failed."""
+        step = "setup"
+        try:
+            await self._environment.setup()
+            step = "tasks"
+            return {split: self.tasks_in(split) for split in splits}
+        except EnvironmentLoadError:
+            raise
+        # The environment's own code, which may raise anything, exit() included.
+        except BaseException as error:
+            if _by_caller(error):
+                raise
+            raise EnvironmentRaisedError(f'{step} of "{self._env}"', error, self._package) from error
 
     def tasks_in(self, split: str) -> int | None:
         """Number of tasks in a split, None when unbounded; whatever the environment raises passes through."""
@@ -50,19 +76,36 @@ class Responder:
 
     async def answer(self, request: wire.Request, settings: ModelSettings) -> list[bytes]:
         """Do what is asked and return the message that answers it."""
+        frames = await self._ended(
+            request, settings, lambda rollouts: wire.encode_result(request.id, rollouts)
+        )
+        return [wire.encode(frames)] if isinstance(frames, wire.Failure) else frames
+
+    async def rollouts(self, request: wire.Request, settings: ModelSettings) -> list[Rollout] | wire.Failure:
+        """The same for a caller in this process: the rollouts themselves, or how the request failed."""
+        return await self._ended(request, settings, lambda rollouts: rollouts)
+
+    async def _ended(
+        self, request: wire.Request, settings: ModelSettings, finish: Callable[[list[Rollout]], T]
+    ) -> T | wire.Failure:
         try:
             async with asyncio.timeout(request.timeout_s or None) as deadline:
                 rollouts = await self._rollouts(request, settings)
-            return wire.encode_result(request.id, rollouts)
+            return finish(rollouts)
         # Anything an environment raises is the rollout's outcome; the server and its other requests go on.
         except BaseException as error:
             if _by_caller(error):
                 raise
             failure = _failure(
-                request, error, timed_out=isinstance(error, TimeoutError) and deadline.expired()
+                request,
+                error,
+                timed_out=isinstance(error, TimeoutError) and deadline.expired(),
+                package=self._package,
+                rollout=self._rollout,
             )
-            self._log(request, failure)
-            return [wire.encode(failure)]
+            if self._log_failures:
+                self._log(request, failure)
+            return failure
 
     async def _rollouts(self, request: wire.Request, settings: ModelSettings) -> list[Rollout]:
         if self.group_scored and request.kind != "group":
@@ -111,7 +154,13 @@ class Responder:
     def _tasks(self, split: str) -> Tasks:
         tasks = self._splits.get(split)
         if tasks is None:
-            tasks = self._splits[split] = self._environment.tasks(split)
+            tasks = self._environment.tasks(split)
+            if not hasattr(tasks, "__getitem__"):
+                raise EnvironmentLoadError(
+                    f'"{self._env}": tasks("{split}") ({place_of(self._environment.tasks)}) returned '
+                    f"a {type(tasks).__name__}; return a list of tasks, or anything that has them by index"
+                )
+            self._splits[split] = tasks
         return tasks
 
     def _task(self, request: wire.Request) -> Task:
@@ -136,31 +185,41 @@ class Responder:
             kind=failure.kind,
             task=f"{self._env}/{request.split}/{request.index}",
             message=failure.message,
+            where=failure.where or None,
             retryable=failure.retryable,
             seen=seen,
             traceback=failure.detail,
         )
 
 
-def _failure(request: wire.Request, error: BaseException, *, timed_out: bool) -> wire.Failure:
-    """What an exception means for the request."""
+def _failure(
+    request: wire.Request, error: BaseException, *, timed_out: bool, package: str, rollout: str
+) -> wire.Failure:
+    """What an exception means for the request; `package` is the environment's own code, `rollout` where that begins."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     if isinstance(error, _NoException) and error.__cause__ is not None:
         error = error.__cause__
-    kind, retryable, detail = "error", isinstance(error, OSError), "".join(traceback.format_exception(error))
-    message = f"{type(error).__name__}: {_text(error)}"
+    kind, retryable, detail = "error", isinstance(error, OSError), readable_traceback(error, package)
+    message, where = f"{type(error).__name__}: {_text(error)}", find_place(error, package)
     if isinstance(error, asyncio.CancelledError):
         retryable, message, detail = True, "the environment cancelled its own rollout", ""
     if timed_out:
-        kind, retryable, detail = "timed_out", True, ""
+        kind, retryable, detail, where = "timed_out", True, "", ""
         message = f"not done in {request.timeout_s:g} s"
     elif isinstance(error, RolloutFailure):
         kind, retryable, message, detail = error.kind, bool(error.retryable), _text(error.message), ""
+        where = ""
     elif isinstance(error, InvalidRolloutError):
-        kind, message = "invalid_rollout", str(error)
+        # What it returned was found wrong only after its own code had ended.
+        kind, message, where = "invalid_rollout", str(error), where or rollout
     return wire.Failure(
-        request.id, _text(kind)[:100], message[:_MESSAGE_CHARS], retryable, _text(detail[-_DETAIL_CHARS:])
+        request.id,
+        _text(kind)[:100],
+        message[:_MESSAGE_CHARS],
+        retryable,
+        _text(detail[-_DETAIL_CHARS:]),
+        where=_text(where[-_WHERE_CHARS:]),
     )
 
 
@@ -168,15 +227,6 @@ def _by_caller(error: BaseException) -> bool:
     """Whether it is the cancellation that the server itself asked for."""
     current = asyncio.current_task()
     return isinstance(error, asyncio.CancelledError) and current is not None and current.cancelling() > 0
-
-
-def _text(value: object) -> str:
-    """A text that can be sent, of anything: lone surrogates are replaced, and str() may raise."""
-    try:
-        return str(value).encode("utf-8", "replace").decode()
-    # A failure must reach the client whatever the environment's exception does when it is shown.
-    except BaseException:  # noqa: BLE001  see above
-        return f"a {type(value).__name__} that cannot be shown"
 
 
 def _checked(rollout: object, *, train: bool) -> Rollout:

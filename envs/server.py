@@ -27,7 +27,7 @@ from envs.answering import Responder
 from envs.curve import Gatekeeper, secure_server
 from envs.drained import DrainedSocket
 from envs.environment import Environment
-from envs.errors import EnvironmentLoadError
+from envs.errors import EnvironmentLoadError, EnvironmentRaisedError
 from envs.inference_client import InferenceClient
 from envs.lifeline import Lifeline
 from envs.loader import load_environment
@@ -139,13 +139,9 @@ class EnvServer:
     async def _load(self, client: InferenceClient) -> None:
         responder = Responder(self._environment, client=client, env=self._spec.env or self._spec.id)
         try:
-            await self._environment.setup()
-            counts = {split: responder.tasks_in(split) for split in self._spec.splits}
-        # The environment's own code, which may raise anything, exit() included; its traceback belongs into the log.
-        except BaseException as error:
-            if isinstance(error, asyncio.CancelledError) and self._stopping.is_set():
-                raise
-            log.exception("server.start_failed", why=f'environment "{self._spec.id}" did not load: {error!r}')
+            counts = await responder.prepare(self._spec.splits)
+        except EnvironmentLoadError as error:
+            _log_load_failure(error)
             self.load_failed = True
             self.stop()
             return
@@ -218,6 +214,12 @@ class EnvServer:
         self._sessions.on_done(active, frames, failed=len(frames) == 1)
 
 
+def _log_load_failure(error: EnvironmentLoadError) -> None:
+    """Why an environment cannot be loaded, and the author's own traceback where its code raised."""
+    trace = error.traceback if isinstance(error, EnvironmentRaisedError) else None
+    log.error("server.start_failed", why=str(error), traceback=trace)
+
+
 def _resident_bytes() -> int:
     """Memory of this process; its peak where the present one cannot be read."""
     try:
@@ -232,11 +234,7 @@ def run_server(spec: ServerSpec, *, on_start: Callable[[EnvServer], None] = lamb
     try:
         environment = load_environment(spec.id, spec.args)
     except EnvironmentLoadError as error:
-        log.error("server.start_failed", why=str(error))
-        return EXIT_STARTUP
-    # The environment's own code, which may raise anything, exit() included; its traceback belongs into the log.
-    except (Exception, SystemExit):
-        log.exception("server.start_failed", why=f'the constructor of environment "{spec.id}" raised')
+        _log_load_failure(error)
         return EXIT_STARTUP
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         return runner.run(_serve(spec, environment, on_start))
@@ -268,6 +266,14 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return None
 
 
+def _refuse_breakpoint(*args: object, **kwargs: object) -> None:
+    """A server has no terminal: its standard input is empty, and a debugger would end the rollout without a word."""
+    raise RuntimeError(
+        "breakpoint() needs a terminal, which an env server does not have; "
+        'debug the environment with "orchestrator env try ID -n 1", or name another debugger in PYTHONBREAKPOINT'
+    )
+
+
 def main() -> int:
     """Entry point of a spawned server."""
     lifeline = Lifeline()
@@ -276,6 +282,8 @@ def main() -> int:
         return EXIT_STARTUP
     spec = msgspec.json.decode(line, type=ServerSpec)
     configure_logging(spec.log_level, spec.log_format, server=spec.name)
+    if not os.environ.get("PYTHONBREAKPOINT"):
+        sys.breakpointhook = _refuse_breakpoint
 
     def watch_parent(server: EnvServer) -> None:
         loop = asyncio.get_running_loop()

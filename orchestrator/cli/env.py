@@ -81,6 +81,12 @@ def _add_try(verbs: "Commands") -> None:
     parser.add_argument(
         "--eval", action="store_true", help="ask for no token ids, so that any chat endpoint will do"
     )
+    parser.add_argument(
+        "--log-level",
+        default="info",
+        choices=["debug", "info", "warning", "error", "critical"],
+        help="of what the environment logs (default: info)",
+    )
     parser.set_defaults(run=_user_errors(_try))
 
 
@@ -156,6 +162,7 @@ def _try(arguments: argparse.Namespace) -> int:
             api_key_env=arguments.api_key_env,
             timeout_s=arguments.timeout,
             train=not arguments.eval,
+            log_level=arguments.log_level,
         )
     )
 

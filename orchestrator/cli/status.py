@@ -50,6 +50,9 @@ def status_command(arguments: argparse.Namespace) -> int:
     console = Console()
     console.print(render(status))
     console.print(Text(plain(f"state: {status.state}; batch: {status.buffer}")))
+    for what, n in status.failures.items():
+        said = status.failure_reasons.get(what)
+        console.print(Text(plain(f"failed: {what} ({n} rollouts){f', the last: {said}' if said else ''}")))
     return 0
 
 

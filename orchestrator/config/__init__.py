@@ -12,10 +12,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field, PrivateAttr, ValidationError
 from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
+from envs.importing import look_beside
 from orchestrator.config.checks import find_problems, find_warnings
 from orchestrator.config.sections import (
     BatchConfig,
@@ -75,6 +76,13 @@ class Config(Truthless, BaseSettings):
     http: HttpConfig = HttpConfig()
     log: LogConfig = LogConfig()
 
+    _directory: Path | None = PrivateAttr(default=None)
+
+    @property
+    def directory(self) -> Path | None:
+        """Where the file is, if there is one; modules that it names are looked for there too."""
+        return self._directory
+
     @classmethod
     def settings_customise_sources(
         cls,
@@ -110,6 +118,8 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     problems += find_problems(data if config is None else config.model_dump(exclude_none=True))
     if problems or config is None:
         raise _refusal(path, problems)
+    config._directory = path.resolve().parent
+    look_beside(config._directory)
     return config
 
 

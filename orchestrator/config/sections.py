@@ -72,6 +72,8 @@ class InferenceConfig(Section):
     """Whether a published path is looked at before engines are told; false where only the engines see it."""
     update_timeout_s: Seconds = 300
     """Longest weight update of one server before it is taken out of the pool."""
+    accept_raw_logprobs: bool = False
+    """Train although a server returns log-probabilities from before temperature and cuts, where train.sampling uses them."""
 
 
 class LocalConfig(Section):
@@ -255,7 +257,11 @@ class TrainConfig(Section):
     group_size: Positive = 8
     """Rollouts per task, compared with each other."""
     sampling: dict[str, Any] = {}
-    """Sampling parameters, as the inference servers name them."""
+    """Sampling parameters, as the inference servers name them. What shapes the distribution is neutral unless it is set
+    here: temperature = 1, top_p = 1, top_k = -1, min_p = 0, repetition_penalty = 1."""
+    neutral_sampling: bool = True
+    """Whether the neutral values are sent; false for servers that refuse such fields. What is not sent, vLLM takes from
+    generation_config.json in the model's folder."""
     env: Annotated[list[TrainEnvSection], Field(min_length=1)]
     """The environments, one [[train.env]] each."""
 
@@ -281,7 +287,7 @@ class EvalConfig(Section):
     rollouts_per_example: Positive = 1
     """Attempts at each task."""
     sampling: dict[str, Any] = {}
-    """Sampling parameters of evaluations."""
+    """Sampling parameters of evaluations; for what is not set, the model's own defaults (generation_config.json) hold."""
     env: list[EvalEnvSection] = []
     """The environments, one [[eval.env]] each."""
 

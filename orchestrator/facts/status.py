@@ -44,6 +44,8 @@ class EnvStatus(msgspec.Struct):
     minimum: int
     minimum_waived: str
     dropped: dict[str, int]
+    failure: str = ""
+    """What the last failed rollout said."""
 
     @property
     def failed(self) -> int:
@@ -108,6 +110,8 @@ class Status(msgspec.Struct):
     loop_lag_p99_s: float
     journal_backlog_bytes: int
     seconds: float
+    failure_reasons: dict[str, str] = {}
+    """What the last one of `failures` said, under the same name."""
 
 
 def by_domain(envs: Mapping[str, EnvStatus]) -> dict[str, DomainStatus]:

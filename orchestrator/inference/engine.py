@@ -16,7 +16,7 @@ import msgspec
 
 from envs.completion import decode_completion, read_turn
 from envs.errors import RolloutFailure, shown_url
-from orchestrator.errors import InferenceError
+from orchestrator.errors import ConfigError, InferenceError
 from orchestrator.inference.metrics import EngineMetrics, parse_metrics
 
 _MAX_QUOTED = 300
@@ -46,6 +46,15 @@ class EngineError(InferenceError):
 
 class EngineUnfitError(EngineError):
     """The server is up but cannot be used as configured; waiting does not help."""
+
+
+class EngineRefusedError(EngineError):
+    """The server works, but what it returns must not be trained on: it stays out, and others go on without it.
+
+    Where there is no other at the start, the configuration cannot be used.
+    """
+
+    exit_code = ConfigError.exit_code
 
 
 def reason_of(error: InferenceError) -> str:
@@ -83,7 +92,7 @@ class EngineApi:
         if names is None:
             raise EngineError(
                 self.url,
-                f"GET {self._models_path()} did not answer with a list of models: {_quote(text)}",
+                f"GET {self._models_path()} did not answer with a list of models: {quote(text)}",
                 status=200,
             )
         return names
@@ -124,20 +133,25 @@ class EngineApi:
         if token_ids:
             body |= _TOKEN_IDS
         call = "POST /chat/completions (probe)"
-        status, text = await self._request(
-            "POST", f"{self.url}/chat/completions", call, body=body, timeout_s=timeout_s
-        )
+        status, text = await self.complete(body, timeout_s=timeout_s)
         if status in _ALIVE and _is_refusal(text):
             return
         if status != 200:
-            raise EngineError(self.url, f"{call} answered {status}: {_quote(text)}", status=status)
+            raise EngineError(self.url, f"{call} answered {status}: {quote(text)}", status=status)
         try:
             completion = decode_completion(text.encode(), endpoint="the server")
             if token_ids:
                 read_turn(completion, endpoint="the server")
         except RolloutFailure as failure:
-            said = f"{call}: {failure.message}; it said {_quote(text)}"
+            said = f"{call}: {failure.message}; it said {quote(text)}"
             raise EngineError(self.url, said, status=status) from failure
+
+    async def complete(self, body: Mapping[str, Any], *, timeout_s: float) -> tuple[int, str]:
+        """Ask for a chat completion of a token or so: status and body of the answer; EngineError if there was none."""
+        call = "POST /chat/completions (probe)"
+        return await self._request(
+            "POST", f"{self.url}/chat/completions", call, body=body, timeout_s=timeout_s
+        )
 
     async def get(self, path: str, *, timeout_s: float | None = None) -> Any:
         """GET a path of the server's root; the decoded JSON, or None if the body is no JSON."""
@@ -199,7 +213,7 @@ class EngineApi:
     ) -> str:
         status, text = await self._request(method, url, call, body=body, query=query, timeout_s=timeout_s)
         if status >= 400:
-            raise EngineError(self.url, f"{call} answered {status}: {_quote(text)}", status=status)
+            raise EngineError(self.url, f"{call} answered {status}: {quote(text)}", status=status)
         return text
 
     async def _request(
@@ -255,6 +269,7 @@ def _describe(error: Exception) -> str:
     return str(error) or type(error).__name__
 
 
-def _quote(text: str) -> str:
+def quote(text: str) -> str:
+    """What a server said, on one line and not too long."""
     text = " ".join(text.split())
     return f'"{text[:_MAX_QUOTED]}…"' if len(text) > _MAX_QUOTED else f'"{text}"'

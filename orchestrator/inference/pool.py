@@ -26,6 +26,7 @@ from orchestrator.inference.concurrency import AdaptiveConcurrency, FixedConcurr
 from orchestrator.inference.endpoint import IN_SERVICE, Endpoint
 from orchestrator.inference.engine import EngineApi
 from orchestrator.inference.roster import Roster
+from orchestrator.inference.sampling import SamplingCheck
 from orchestrator.inference.sync import Weights, WeightSync
 from orchestrator.inference.watch import EndpointWatch, HealthPolicy
 from orchestrator.inference.weights import WeightUpdate, WeightUpdateError
@@ -36,7 +37,8 @@ log = structlog.get_logger(__name__)
 class InferencePool(Roster):
     """Inference servers behind one door. `run()` must be running for losses and returns to be noticed.
 
-    `version` and `weights_path` are what the run goes on with: engines load them before they get work.
+    `version` and `weights_path` are what the run goes on with: engines load them before they get work. `sampling` is
+    what training asks of their log-probabilities, None where nothing is trained on.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class InferencePool(Roster):
         *,
         model: str,
         update: WeightUpdate,
+        sampling: SamplingCheck | None,
         concurrency: FixedConcurrency | AdaptiveConcurrency,
         api_key_env: str | None,
         version: int,
@@ -59,6 +62,7 @@ class InferencePool(Roster):
             base_urls, suspect_after=health.suspect_after, trust_s=health.interval_s, clock=clock
         )
         self._model = model
+        self._sampling = sampling
         self._headers = _headers(api_key_env)
         self._controllers = dict(
             zip(self.endpoints, concurrency.controllers(len(self.endpoints)), strict=True)
@@ -100,6 +104,7 @@ class InferencePool(Roster):
                 roster=self,
                 policy=self._policy,
                 model=self._model,
+                sampling=self._sampling,
                 clock=self.clock,
             )
         return self

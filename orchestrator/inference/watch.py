@@ -21,8 +21,15 @@ from orchestrator.errors import InferenceError
 from orchestrator.inference.blame import Blame
 from orchestrator.inference.concurrency import ConcurrencyController
 from orchestrator.inference.endpoint import IN_SERVICE, Endpoint, EndpointState
-from orchestrator.inference.engine import EngineApi, EngineError, EngineUnfitError, reason_of
+from orchestrator.inference.engine import (
+    EngineApi,
+    EngineError,
+    EngineRefusedError,
+    EngineUnfitError,
+    reason_of,
+)
 from orchestrator.inference.roster import Roster
+from orchestrator.inference.sampling import SamplingCheck
 from orchestrator.inference.sync import WeightSync
 from orchestrator.inference.weights import WeightUpdateError
 
@@ -62,10 +69,11 @@ class EndpointWatch:
     roster: Roster
     policy: HealthPolicy
     model: str
+    sampling: SamplingCheck | None
     clock: Callable[[], float]
 
-    async def wait_ready(self) -> None:
-        """Try until the endpoint is in service, or nothing but the weights keeps it out.
+    async def wait_ready(self) -> EngineRefusedError | None:
+        """Try until the endpoint is in service, or nothing but the weights keeps it out, or it is refused.
 
         EngineUnfitError if trying again cannot help.
         """
@@ -79,10 +87,13 @@ class EndpointWatch:
                 raise
             except InferenceError as error:
                 self.endpoint.error = reason_of(error)
+                if isinstance(error, EngineRefusedError):
+                    return error
                 if isinstance(error, WeightUpdateError) or loads >= _LOADS_AT_START:
-                    return
+                    return None
                 attempt += 1
                 await asyncio.sleep(backoff_s(attempt, first_s=_RETRY_FIRST_S, max_s=self.policy.interval_s))
+        return None
 
     async def run(self) -> None:
         """Check every interval, and at once when the endpoint is woken, until cancelled."""
@@ -130,6 +141,8 @@ class EndpointWatch:
         await self.api.check_model(self.model)
         if self.sync.update.admit is not None:
             await self.sync.update.admit(self.api)
+        if self.sampling is not None:
+            await self.sampling.check(self.api)
         await self._warn_of_foreign_weights()
 
     async def _bring_in(self) -> None:

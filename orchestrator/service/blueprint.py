@@ -33,10 +33,12 @@ from orchestrator.env_servers.supervision import RestartPolicy
 from orchestrator.errors import ConfigError
 from orchestrator.groups.scoring import build_advantage
 from orchestrator.inference import (
+    NEUTRAL,
     AdaptiveConcurrency,
     FixedConcurrency,
     HealthPolicy,
     InferencePool,
+    SamplingCheck,
     build_weight_update,
 )
 from orchestrator.journal import EnvIdentity, RunIdentity, digest_of
@@ -122,6 +124,7 @@ def _env_spec(
         system_prompt=section.system_prompt if section.system_prompt is not None else routed.system_prompt,
         api_key_env=config.inference.api_key_env,
         python=section.python,
+        module_dirs=() if config.directory is None else (config.directory,),
         workers=section.workers,
         addresses=tuple(section.addresses),
         capacity=section.capacity,
@@ -193,13 +196,16 @@ def merged(shared: Mapping[str, object], own: Mapping[str, object]) -> dict[str,
     return result
 
 
+def _train_sampling(config: Config) -> dict[str, object]:
+    """What all training envs are sampled with; engines would fill in what is missing as the model's folder says."""
+    return {**(NEUTRAL if config.train.neutral_sampling else {}), **config.train.sampling}
+
+
 def build_train_envs(config: Config) -> TrainEnvs:
     """The training environments, not started."""
     made = []
     for section in config.train.env:
-        spec = _env_spec(
-            config, section, name=section.label, train=True, sampling=dict(config.train.sampling)
-        )
+        spec = _env_spec(config, section, name=section.label, train=True, sampling=_train_sampling(config))
         group_size = section.group_size or config.train.group_size
         settings = TrainSettings(
             ratio=section.ratio,
@@ -359,9 +365,9 @@ def inference_urls(config: Config, children: LocalChildren) -> list[str]:
 
 
 def build_pool(
-    config: Config, base_urls: Sequence[str], *, version: int, weights_path: str | None
+    config: Config, base_urls: Sequence[str], *, version: int, weights_path: str | None, train: bool
 ) -> InferencePool:
-    """The inference servers, not contacted."""
+    """The inference servers, not contacted. `train`: what they return is trained on, and must be fit for it."""
     dispatch, inference = config.dispatch, config.inference
     concurrency: FixedConcurrency | AdaptiveConcurrency = FixedConcurrency(dispatch.max_inflight)
     if dispatch.concurrency == "adaptive":
@@ -369,20 +375,32 @@ def build_pool(
             min_inflight=dispatch.min_inflight, max_inflight=dispatch.max_inflight
         )
     read_variable("inference.api_key_env", inference.api_key_env)
+    health = HealthPolicy(
+        interval_s=inference.health_interval_s, progress_timeout_s=inference.progress_timeout_s
+    )
     return InferencePool(
         base_urls,
         model=config.model.name,
         update=build_weight_update("vllm" if config.local is not None else inference.weight_update),
+        sampling=_sampling_check(config, health) if train else None,
         concurrency=concurrency,
         api_key_env=inference.api_key_env,
         version=version,
         weights_path=weights_path,
         check_weights=inference.check_weights and config.local is None,
-        health=HealthPolicy(
-            interval_s=inference.health_interval_s, progress_timeout_s=inference.progress_timeout_s
-        ),
+        health=health,
         update_timeout_s=inference.update_timeout_s,
         straggler_grace_s=inference.straggler_grace_s,
+    )
+
+
+def _sampling_check(config: Config, health: HealthPolicy) -> SamplingCheck:
+    shared = _train_sampling(config)
+    return SamplingCheck(
+        model=config.model.name,
+        samplings={section.label: merged(shared, section.sampling) for section in config.train.env},
+        accept_raw=config.inference.accept_raw_logprobs,
+        timeout_s=health.probe_timeout_s,
     )
 
 

@@ -218,6 +218,7 @@ async def start_service(config: Config, *, fresh: bool = False) -> AsyncIterator
                 blueprint.inference_urls(config, children),
                 version=weights.loaded,
                 weights_path=weights.loaded_path,
+                train=True,
             )
         )
         train, evals = blueprint.build_train_envs(config), blueprint.build_eval_envs(config)

@@ -24,6 +24,8 @@ NAME_WIDTH = 18
 """What a long name keeps of a narrow terminal before columns are left out."""
 SUMMARY_WIDTH = 72
 """Below this, headings of the summary take two lines."""
+FAILED_SHARE = 0.1
+"""From this share of failed rollouts on, the display tells what the last one said."""
 LEFT_OUT_FIRST = ("latency", "mix run", "failed", "in flight", "done", "mix now")
 
 
@@ -91,6 +93,11 @@ def _troubles(status: Status) -> list[str]:
         f'env "{name}" is missing from batches: {env.minimum_waived}'
         for name, env in status.envs.items()
         if env.minimum_waived
+    ]
+    lines += [
+        f'env "{name}": {env.failed} of {env.failed + env.completed} rollouts failed, the last: {env.failure}'
+        for name, env in status.envs.items()
+        if env.failure and (env.quarantined or env.failed >= FAILED_SHARE * (env.failed + env.completed))
     ]
     lines += [
         f"inference server {endpoint.url}: {endpoint.error}"

@@ -176,6 +176,19 @@ class TestStatus:
         assert "math" in out
         assert "state: running; batch: 24 sequences are missing" in out
 
+    async def test_failures_stand_with_what_the_last_one_said(
+        self, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """The author's file and line are in it."""
+        reasons = {"math: error": "KeyError: 'missing', at mine.py:15 in rollout"}
+        status = sample_status(failures={"math: error": 8, "math: lost": 1}, failure_reasons=reasons)
+        app = build_app(status=lambda: status, metrics=bytes, token=None)
+        async with serve_http(app, host="127.0.0.1", port=0) as address:
+            assert await asyncio.to_thread(main, ["status", "--url", address]) == 0
+        shown = " ".join(capsys.readouterr().out.split())
+        assert "failed: math: error (8 rollouts), the last: KeyError: 'missing', at mine.py:15 in" in shown
+        assert "failed: math: lost (1 rollouts)" in shown
+
     async def test_the_raw_status(self, capsys: pytest.CaptureFixture[str]) -> None:
         """--json prints what programs read."""
         code, _ = await self.served("--json", "--url", "ADDRESS/")

@@ -446,6 +446,7 @@ async def test_a_list_of_servers_that_cannot_be_meant_is_refused(urls: list[str]
             urls,
             model="m",
             update=build_weight_update("none"),
+            sampling=None,
             concurrency=FixedConcurrency(1),
             api_key_env=None,
             version=0,

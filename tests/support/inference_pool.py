@@ -29,6 +29,7 @@ def build_pool(
     """A pool of the engines, or of the URLs, with everything that a test does not name."""
     named: dict[str, Any] = {
         "model": "tiny",
+        "sampling": None,
         "concurrency": FixedConcurrency(limit),
         "api_key_env": None,
         "version": 0,

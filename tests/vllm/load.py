@@ -31,6 +31,7 @@ def build_pool(
         [engine.base_url],
         model=MODEL,
         update=build_weight_update("vllm"),
+        sampling=None,
         concurrency=concurrency,
         api_key_env=None,
         version=0,
