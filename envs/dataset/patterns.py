@@ -59,7 +59,9 @@ class MathEquivalence(Scorer):
             raise ValueError(f"math-verify is not installed for this interpreter; {INSTALL}")
         self.columns = [answer]
         self._answer = answer
-        self._aside = Aside("envs.adapters.math_verify:are_equal", most=os.cpu_count() or 1, timeout_s=timeout_s)
+        self._aside = Aside(
+            "envs.adapters.math_verify:are_equal", most=os.cpu_count() or 1, timeout_s=timeout_s
+        )
 
     def check(self, row: Row) -> str:
         answer = find(row, self._answer)

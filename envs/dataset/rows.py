@@ -56,8 +56,14 @@ class Problems:
 
 
 def find_file(text: str) -> Path:
-    """The path that a configuration names: absolute, from the home directory, or from the working directory."""
-    return Path(text).expanduser()
+    """The path that a configuration names: absolute, or from where its modules are found.
+
+    That is the working directory, then what is on the path of modules of an env server: the configuration's directory
+    (`envs.importing.module_path`).
+    """
+    path = Path(text).expanduser()
+    places = [Path(place) for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if place]
+    return next((place / path for place in (Path(), *places) if (place / path).exists()), path)
 
 
 def read_rows(path: str | Path) -> Rows:
@@ -69,7 +75,9 @@ def open_rows(path: Path, *, check: Check, shown: str = "") -> Rows:
     """The rows of a file, every one of them checked; all of the first few problems are in one EnvironmentLoadError."""
     shown = shown or str(path)
     if not path.exists():
-        raise EnvironmentLoadError(f"{shown}: there is no {path} here ({Path.cwd()}){_neighbours(path)}")
+        raise EnvironmentLoadError(
+            f"{shown}: there is no {path} in {Path.cwd()}, nor beside the configuration{_neighbours(path)}"
+        )
     if path.is_dir():
         raise EnvironmentLoadError(
             f"{shown}: {path} is a folder, and neither dataset_dict.json nor state.json of `save_to_disk` is in it"

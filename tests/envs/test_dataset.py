@@ -247,7 +247,7 @@ def test_a_byte_order_mark_and_a_missing_last_line_end_do_no_harm(tmp_path: Path
         ({"prompt": 3}, "args do not fit: Expected `str`, got `int` - at `prompt`"),
         ({"split_column": "kind", "split_shares": {"train": 1.0}}, "give one of split_files"),
         ({"split_shares": {"train": -1.0}}, "must not be negative"),
-        ({"split_files": {"eval": "nowhere.jsonl"}}, "there is no nowhere.jsonl here"),
+        ({"split_files": {"eval": "nowhere.jsonl"}}, "there is no nowhere.jsonl in"),
         ({"reply_pattern": "("}, "reply_pattern: missing )"),
         ({"reply_pattern": "(a)(b)"}, "reply_pattern has 2 groups"),
         ({"tools": ["nowhere_at_all:f"]}, "tools: tool"),
@@ -268,7 +268,7 @@ def test_a_file_that_is_not_there_names_the_nearest(tmp_path: Path, monkeypatch:
     (tmp_path / "rows.csv").write_text("a,b\n")
     monkeypatch.chdir(tmp_path)
     assert len(asked_of(dataset(Path("rows.jsonl")))) == 3
-    with pytest.raises(EnvironmentLoadError, match=r'no row.jsonl here \(.*\); did you mean "rows.jsonl"'):
+    with pytest.raises(EnvironmentLoadError, match=r'no row.jsonl in .*; did you mean "rows.jsonl"'):
         dataset(Path("row.jsonl"))
     with pytest.raises(EnvironmentLoadError, match=r"JSON lines .* and .parquet can be read, not .csv"):
         dataset(Path("rows.csv"))
@@ -282,6 +282,21 @@ def test_a_parquet_file_without_its_library_names_the_extra(tmp_path: Path) -> N
     (tmp_path / "rows.parquet").write_bytes(b"PAR1")
     with pytest.raises(EnvironmentLoadError, match=r"pip install 'rollout-orchestrator\[dataset\]'"):
         dataset(tmp_path / "rows.parquet")
+
+
+def test_a_file_is_found_where_modules_of_the_configuration_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The working directory comes first."""
+    beside, here = tmp_path / "beside", tmp_path / "here"
+    beside.mkdir()
+    here.mkdir()
+    written(beside, ROWS)
+    monkeypatch.chdir(here)
+    monkeypatch.setenv("PYTHONPATH", str(beside))
+    assert len(asked_of(dataset(Path("rows.jsonl")))) == 3
+    written(here, ROWS[:1])
+    assert len(asked_of(dataset(Path("rows.jsonl")))) == 1
 
 
 def test_rows_are_read_when_they_are_asked_for(tmp_path: Path) -> None:
