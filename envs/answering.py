@@ -74,6 +74,10 @@ class Responder:
         """Number of tasks in a split, None when unbounded; whatever the environment raises passes through."""
         return _length(self._tasks(split))
 
+    def task(self, split: str, index: int) -> Task:
+        """One task; whatever the environment raises passes through."""
+        return self._tasks(split)[index]
+
     async def answer(self, request: wire.Request, settings: ModelSettings) -> list[bytes]:
         """Do what is asked and return the message that answers it."""
         frames = await self._ended(

@@ -118,6 +118,14 @@ def _made(make: Callable[[], Environment], step: str) -> Environment:
         raise EnvironmentRaisedError(step, error) from error
 
 
+def find_factory(text: str) -> Any:
+    """The class or function that makes the environment of an id; None where that is a loader's own affair."""
+    identity = parse_id(text)
+    if not identity.loader:
+        return _resolve(identity.name, "environment")
+    return _resolve(BUILTIN[identity.name].target, "environment") if identity.loader == "builtin" else None
+
+
 def find_loader(name: str, *, loaders: Mapping[str, str] = LOADERS) -> Loader:
     """The loader of that name, imported."""
     reference = name if ":" in name else loaders.get(name)

@@ -32,6 +32,7 @@ from envs.inference_client import InferenceClient
 from envs.lifeline import Lifeline
 from envs.loader import load_environment
 from envs.logs import configure_logging
+from envs.report import write_report
 from envs.server_spec import EXIT_STARTUP, ServerSpec
 from envs.sessions import ActiveRequest, Sessions
 from envs.watchdog import LoopWatchdog
@@ -140,6 +141,8 @@ class EnvServer:
         responder = Responder(self._environment, client=client, env=self._spec.env or self._spec.id)
         try:
             counts = await responder.prepare(self._spec.splits)
+            if self._spec.report:
+                write_report(self._spec, responder)
         except EnvironmentLoadError as error:
             _log_load_failure(error)
             self.load_failed = True
@@ -266,12 +269,16 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return None
 
 
-def _refuse_breakpoint(*args: object, **kwargs: object) -> None:
-    """A server has no terminal: its standard input is empty, and a debugger would end the rollout without a word."""
-    raise RuntimeError(
-        "breakpoint() needs a terminal, which an env server does not have; "
-        'debug the environment with "orchestrator env try ID -n 1", or name another debugger in PYTHONBREAKPOINT'
-    )
+def _no_breakpoint(environment: str) -> Callable[..., None]:
+    """What breakpoint() does in a server: its standard input is empty, and a debugger would end the rollout unasked."""
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise RuntimeError(
+            "breakpoint() needs a terminal, which an env server does not have; "
+            f'debug with "orchestrator env try {environment} -n 1", or name another debugger in PYTHONBREAKPOINT'
+        )
+
+    return refuse
 
 
 def main() -> int:
@@ -283,7 +290,7 @@ def main() -> int:
     spec = msgspec.json.decode(line, type=ServerSpec)
     configure_logging(spec.log_level, spec.log_format, server=spec.name)
     if not os.environ.get("PYTHONBREAKPOINT"):
-        sys.breakpointhook = _refuse_breakpoint
+        sys.breakpointhook = _no_breakpoint(spec.id)
 
     def watch_parent(server: EnvServer) -> None:
         loop = asyncio.get_running_loop()

@@ -12,7 +12,10 @@ EXIT_STARTUP = 3
 
 
 class ServerSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything a server is told: `name` is its own, `env` the environment's. `splits` are loaded before it is ready."""
+    """Everything a server is told: `name` is its own, `env` the environment's. `splits` are loaded before it is ready.
+
+    `report` names a file in which it describes its first tasks before it is ready.
+    """
 
     name: str
     id: str
@@ -28,6 +31,7 @@ class ServerSpec(msgspec.Struct, frozen=True, kw_only=True):
     key_variables: list[str] = []
     log_level: str = "info"
     log_format: LogFormat = "json"
+    report: str = ""
 
     def __repr__(self) -> str:
         """Without keys and arguments, which may be secret."""

@@ -18,7 +18,11 @@ if TYPE_CHECKING:
 
 def register(commands: "Commands") -> None:
     """Add the command."""
-    parser = commands.add_parser("status", help="show what a running service is doing", description=__doc__)
+    parser = commands.add_parser(
+        "status",
+        help="show what a running service does and what it waits for",
+        description="Show what a running service does and what it waits for, asked over its HTTP side.",
+    )
     parser.add_argument("run_dir", type=Path, nargs="?", help="run directory of the service")
     parser.add_argument("--url", help="address of the service's HTTP side, instead of a run directory")
     parser.add_argument("--token-env", help="name of the environment variable that holds the bearer token")

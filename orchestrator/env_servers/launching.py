@@ -77,6 +77,8 @@ class EnvSpec:
     log_dir: Path
     log_level: str
     log_format: LogFormat
+    report: Path | None
+    """Where a spawned server describes its first tasks before it is ready, for `check --deep`."""
 
 
 class ServerLauncher:
@@ -159,6 +161,7 @@ class ServerLauncher:
             key_variables=[spec.api_key_env] if spec.api_key_env else [],
             log_level=spec.log_level,
             log_format=spec.log_format,
+            report=str(spec.report or ""),
         )
         # Our `envs` comes first, from a directory that holds nothing else, so that another interpreter finds
         # it and a directory of that name in the working directory does not hide it.

@@ -8,13 +8,14 @@ from orchestrator.inference.engine import EngineApi, EngineError, EngineRefusedE
 from orchestrator.inference.metrics import EngineMetrics, parse_metrics
 from orchestrator.inference.pool import InferencePool
 from orchestrator.inference.sampling import NEUTRAL, SamplingCheck
-from orchestrator.inference.sync import Weights
+from orchestrator.inference.sync import Beginning, Weights
 from orchestrator.inference.watch import HealthPolicy
 from orchestrator.inference.weights import UpdateRequest, WeightUpdate, WeightUpdateError, build_weight_update
 
 __all__ = [
     "NEUTRAL",
     "AdaptiveConcurrency",
+    "Beginning",
     "Endpoint",
     "EndpointState",
     "EngineApi",

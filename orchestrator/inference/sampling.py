@@ -74,7 +74,7 @@ class SamplingCheck:
 
     async def check(self, api: EngineApi) -> None:
         """EngineRefusedError if what the engine returns cannot be trained on; EngineError if it does not answer."""
-        config = await _read_model_config(api)
+        config = await self._read_model_config(api)
         mode = config.get("logprobs_mode")
         if mode is None:
             await self._check_fields(api)
@@ -157,23 +157,23 @@ class SamplingCheck:
             said = f"a request for log-probabilities answered {status}: {quote(text)}"
             raise EngineError(api.url, said, status=status) from None
 
+    async def _read_model_config(self, api: EngineApi) -> Mapping[str, Any]:
+        """What vLLM says about its model, empty where there is nobody who says it."""
+        try:
+            # The first answer looks at the whole machine, which takes seconds.
+            answer = await api.get("/server_info?config_format=json", timeout_s=self.timeout_s)
+        except EngineError as error:
+            if error.status is None:
+                raise
+            return {}
+        for key in ("vllm_config", "model_config"):
+            answer = answer.get(key) if isinstance(answer, dict) else None
+        return answer if isinstance(answer, dict) else {}
+
     async def _ask(self, api: EngineApi, sampling: Mapping[str, Any]) -> tuple[int, str]:
         messages = [{"role": "user", "content": "."}]
         body = {"model": self.model, "messages": messages, "max_tokens": 1, **sampling}
         return await api.complete(body, timeout_s=self.timeout_s)
-
-
-async def _read_model_config(api: EngineApi) -> Mapping[str, Any]:
-    """What vLLM says about its model, empty where there is nobody who says it."""
-    try:
-        answer = await api.get("/server_info?config_format=json")
-    except EngineError as error:
-        if error.status is None:
-            raise
-        return {}
-    for key in ("vllm_config", "model_config"):
-        answer = answer.get(key) if isinstance(answer, dict) else None
-    return answer if isinstance(answer, dict) else {}
 
 
 class _Token(msgspec.Struct):

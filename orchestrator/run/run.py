@@ -56,6 +56,8 @@ class Run:
         """Where the newest published version lies."""
         self.loaded_path: str | None = None
         """Where the version lies that the inference servers have."""
+        self.begins_with_trainer = False
+        """Whether the trainer publishes version 0, before which nothing is sampled."""
         self.refused = ""
         """The last version that no inference server could load, and why; empty when a later one was loaded."""
         self.ended = ""
@@ -131,10 +133,11 @@ class Run:
         A version that is named after a step says that the step was trained on; others are told by `on_trained`.
         """
         versions = self.parts.versions
-        if version <= versions.published:
+        if version <= self.newest_version:
             log.info("version.ignored", version=version, newest=versions.published)
             return
-        versions.publish(version)
+        if version > versions.published:
+            versions.publish(version)
         self.weights_path = path
         if version <= versions.formed:
             versions.trained = max(versions.trained, version)
@@ -176,6 +179,13 @@ class Run:
         self.state = RunState.FINISHED
         self.parts.dispatcher.abandon("shutdown")
         self._absorb(now)
+
+    @property
+    def newest_version(self) -> int:
+        """The version that the next one must be above: -1 while version 0 itself is to be published."""
+        published = self.parts.versions.published
+        initial = self.begins_with_trainer and published == 0 and self.weights_path is None
+        return -1 if initial else published
 
     @property
     def version(self) -> int:

@@ -4,7 +4,8 @@ What comes from elsewhere (names, messages, addresses) is shown as it is, but fo
 """
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
@@ -40,6 +41,24 @@ async def show_progress(status: Callable[[], Status], console: Console) -> None:
             live.update(render(status()), refresh=True)
 
 
+@asynccontextmanager
+async def show_start(status: Callable[[], Status], console: Console) -> AsyncIterator[None]:
+    """While the block runs, say what the start waits for; nothing of it stays."""
+
+    async def redraw() -> None:
+        with Live(render(status()), console=console, auto_refresh=False, transient=True) as live:
+            while True:
+                await asyncio.sleep(REFRESH_S)
+                live.update(render(status()), refresh=True)
+
+    drawing = asyncio.create_task(redraw())  # noqa: TID251  ended and awaited below
+    try:
+        yield
+    finally:
+        drawing.cancel()
+        await asyncio.wait([drawing])
+
+
 def render(status: Status) -> RenderableType:
     """One picture of a run."""
     return _Picture(status)
@@ -53,6 +72,9 @@ class _Picture:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         status, width = self._status, options.max_width
+        if not status.envs:
+            yield from _without_run(status)
+            return
         yield from _facts(status, width)
         if status.max_steps is not None:
             bar = Table.grid()
@@ -63,6 +85,15 @@ class _Picture:
         yield _env_table(status, width)
         yield from (Text(plain(line), style="yellow") for line in _troubles(status))
         yield Text(plain(f"waits for {status.waiting_for}") if status.waiting_for else "", style="dim")
+
+
+def _without_run(status: Status) -> Iterator[Text]:
+    """Before there is a run, or after it: what is waited for, a line each."""
+    yield Text.assemble((status.state, "bold"), f"  {status.seconds:.0f} s")
+    yield from (
+        Text(plain(f"waits for {wait.text}"), style="yellow" if wait.kind == "endpoint" else "dim")
+        for wait in status.waits
+    )
 
 
 def _facts(status: Status, width: int) -> Iterator[Text]:

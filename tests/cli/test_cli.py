@@ -63,7 +63,7 @@ class TestCheck:
             'train env "reverse" (builtin::reverse): 1 server process(es)',
             'train env "agree" (builtin::agree): 1 server process(es)',
             'train env "lookup" (builtin::lookup): 1 server process(es)',
-            "trainer link at tcp://127.0.0.1:0, 1 rank(s)",
+            "trainer link at tcp://127.0.0.1, a free port, 1 rank(s)",
             "HTTP at http://127.0.0.1:8601",
             "run directory runs/quickstart",
         ]
@@ -95,7 +95,9 @@ class TestCheck:
         said = Said(capsys, "check", QUICKSTART, "--batch.sise=1", "--seed=x")
         assert (said.code, said.out) == (2, "")
         assert f"orchestrator: {QUICKSTART}: 2 problems" in said.err
-        assert '  batch.sise: unknown key; did you mean "size"?' in said.err.splitlines()
+        assert (
+            '  batch.sise: unknown key; did you mean "size"? (set by --batch.sise)' in said.err.splitlines()
+        )
 
     @pytest.mark.parametrize(
         ("override", "words"),

@@ -66,7 +66,7 @@ class Talks(Wants):
     """Prints and logs."""
 
     async def rollout(self, task: Task, model: Model) -> Rollout:
-        print("printed by the environment")
+        print("printed by the environment")  # noqa: T201  what is tested
         logging.getLogger("talks").warning("logged by %s", "the environment")
         logging.getLogger("talks").debug("a detail")
         return await super().rollout(task, model)

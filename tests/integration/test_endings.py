@@ -281,6 +281,8 @@ async def test_an_environment_that_raises_is_told_with_its_own_file_and_line(
     assert first["message"] == raised
     assert re.fullmatch(where, first["where"])
     assert "envs/answering.py" not in first["detail"]
+    assert (records[-1]["event"], records[-1]["level"]) == ("run.failed", "error")
+    assert records[-1]["error"] == f"StalledError: {said.strip()}"
 
 
 async def test_an_environment_that_cannot_be_loaded_is_told_with_its_own_frames(

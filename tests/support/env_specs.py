@@ -39,6 +39,7 @@ def env_spec(**fields: Any) -> EnvSpec:
         "log_dir": Path("logs"),
         "log_level": "info",
         "log_format": "json",
+        "report": None,
     }
     return EnvSpec(**(defaults | fields))
 

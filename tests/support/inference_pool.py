@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from orchestrator.inference import (
+    Beginning,
     FixedConcurrency,
     HealthPolicy,
     InferencePool,
@@ -34,6 +35,7 @@ def build_pool(
         "api_key_env": None,
         "version": 0,
         "weights_path": None,
+        "beginning": Beginning.OWN,
         "check_weights": True,
         "health": QUICK,
         "update_timeout_s": 60.0,

@@ -12,6 +12,7 @@ from envs.model import Model, ModelSettings
 from envs.rollout import Rollout
 from orchestrator.inference import (
     AdaptiveConcurrency,
+    Beginning,
     Endpoint,
     FixedConcurrency,
     HealthPolicy,
@@ -36,6 +37,7 @@ def build_pool(
         api_key_env=None,
         version=0,
         weights_path=None,
+        beginning=Beginning.ANY,
         check_weights=True,
         health=health,
         update_timeout_s=60.0,
