@@ -4,7 +4,6 @@ Written to a file before the server is ready, by the process that a run would st
 that two splits can be compared without sending them.
 """
 
-import hashlib
 import typing
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from envs.digests import digest_of
 from envs.environment import Task
 from envs.errors import EnvironmentRaisedError
 from envs.loader import find_factory
@@ -32,7 +32,7 @@ class SplitReport(msgspec.Struct, frozen=True):
     """The number of tasks, None when unbounded, the digests of the first ones, and what is wrong with them."""
 
     count: int | None
-    digests: list[str]
+    digests: list[int]
     problems: list[str]
 
 
@@ -99,12 +99,4 @@ def _survey(environment: Surveyed, split: str) -> SplitReport:
     ]
     if count == 0:
         problems.append("there are no tasks")
-    return SplitReport(count, [_digest(task) for task in tasks], problems)
-
-
-def _digest(task: object) -> str:
-    try:
-        encoded = msgspec.json.encode(task, enc_hook=repr, order="deterministic")
-    except (TypeError, ValueError, msgspec.MsgspecError):
-        encoded = repr(task).encode()
-    return hashlib.sha256(encoded).hexdigest()[:16]
+    return SplitReport(count, [digest_of(task) for task in tasks], problems)

@@ -33,6 +33,7 @@ from envs.lifeline import Lifeline
 from envs.loader import load_environment
 from envs.logs import configure_logging
 from envs.report import write_report
+from envs.seeding import seeded
 from envs.server_spec import EXIT_STARTUP, ServerSpec
 from envs.sessions import ActiveRequest, Sessions
 from envs.watchdog import LoopWatchdog
@@ -138,18 +139,23 @@ class EnvServer:
         return gatekeeper
 
     async def _load(self, client: InferenceClient) -> None:
-        responder = Responder(self._environment, client=client, env=self._spec.env or self._spec.id)
+        spec = self._spec
+        responder = Responder(self._environment, client=client, env=spec.env or spec.id, seed=spec.seed)
         try:
-            counts = await responder.prepare(self._spec.splits)
-            if self._spec.report:
-                write_report(self._spec, responder)
+            counts = await responder.prepare(spec.splits)
+            if spec.report:
+                write_report(spec, responder)
         except EnvironmentLoadError as error:
             _log_load_failure(error)
             self.load_failed = True
             self.stop()
             return
         self._responder = responder
-        self._sessions.loaded(count_tasks=responder.tasks_in, group_scored=responder.group_scored)
+        self._sessions.loaded(
+            count_tasks=responder.tasks_in,
+            sample_tasks=responder.samples_of,
+            group_scored=responder.group_scored,
+        )
         log.info("server.ready", tasks=counts, group_scored=responder.group_scored)
 
     async def _beat(self) -> None:
@@ -199,7 +205,8 @@ class EnvServer:
     def _start(self, active: ActiveRequest) -> None:
         assert self._requests is not None
         assert self._responder is not None
-        answering = self._responder.answer(active.request, active.session.settings)
+        session = active.session
+        answering = self._responder.answer(active.request, session.settings, protocol=session.hello.protocol)
         task = self._requests.create_task(answering, name=active.name)
         active.cancel = task.cancel
         self._active.add(task)
@@ -235,7 +242,8 @@ def _resident_bytes() -> int:
 def run_server(spec: ServerSpec, *, on_start: Callable[[EnvServer], None] = lambda server: None) -> int:
     """Load the environment, serve it until told to stop, and return the exit code. Needs the main thread."""
     try:
-        environment = load_environment(spec.id, spec.args)
+        with seeded(spec.seed, "load"):
+            environment = load_environment(spec.id, spec.args)
     except EnvironmentLoadError as error:
         _log_load_failure(error)
         return EXIT_STARTUP

@@ -152,6 +152,8 @@ class LazyTask(Mapping[str, Any]):
 class ProceduralTasks:
     """The tasks of one split, of one dataset or of a composite of several with weights."""
 
+    repeatable = True
+
     def __init__(self, sources: Sequence[Source], weights: Sequence[float], *, split: str, seed: int) -> None:
         self._sources = sources
         self._weights = weights

@@ -19,6 +19,8 @@ _CHECKED_AT_ONCE = 1024
 class ArrowRows:
     """Rows of an Arrow table."""
 
+    repeatable = True
+
     def __init__(self, table: Any, *, check: Check, problems: Problems) -> None:
         self._table = table
         number = 0

@@ -29,6 +29,8 @@ _HOW = 'for instance prompt = "{question}", with the columns of a row in braces'
 class RowTasks(Sequence[Row]):
     """The rows of one split, as tasks."""
 
+    repeatable = True
+
     def __init__(self, rows: Rows, numbers: Int64s | None = None) -> None:
         self._rows = rows
         self._numbers = numbers

@@ -104,6 +104,8 @@ def open_rows(path: Path, *, check: Check, shown: str = "") -> Rows:
 class JsonLines:
     """A file with one JSON object per line; empty lines are passed over."""
 
+    repeatable = True
+
     def __init__(self, path: Path, *, check: Check, problems: Problems) -> None:
         self._path = path
         self._starts = array("Q")

@@ -64,6 +64,7 @@ class EnvSpec:
     workers: int
     addresses: tuple[str, ...]
     capacity: int
+    seed: int
     ready_timeout_s: float
     silence_timeout_s: float
     reconnect_timeout_s: float
@@ -89,6 +90,7 @@ class ServerLauncher:
         self._waiting = waiting
         self._context = context
         self._first: tuple[str, wire.Ready] | None = None
+        self._told_of_tasks = False
         self._directory: PrivateDirectory | None = None
         if len(set(spec.addresses)) != len(spec.addresses):
             raise EnvError(spec.name, f"an address is listed twice: {', '.join(spec.addresses)}")
@@ -158,6 +160,7 @@ class ServerLauncher:
             args=dict(spec.args),
             splits=[spec.split],
             capacity=spec.capacity,
+            seed=spec.seed,
             key_variables=[spec.api_key_env] if spec.api_key_env else [],
             log_level=spec.log_level,
             log_format=spec.log_format,
@@ -220,6 +223,23 @@ class ServerLauncher:
                     f"server {server} declares {what} {getattr(ready, what)!r}, "
                     f"server {first} {getattr(known, what)!r}; all must serve the same",
                 )
+        self._compare_tasks(server, ready.samples.get(self._spec.split, {}))
+
+    def _compare_tasks(self, server: str, samples: Mapping[int, int]) -> None:
+        """Say once that an index is another task on another server, or after a restart; groups of both are dropped."""
+        assert self._first is not None
+        first, known = self._first[0], self._first[1].samples.get(self._spec.split, {})
+        differing = sorted(index for index in samples.keys() & known.keys() if samples[index] != known[index])
+        if differing and not self._told_of_tasks:
+            self._told_of_tasks = True
+            log.error(
+                "env.tasks_differ",
+                env=self._spec.name,
+                servers=[first, server],
+                index=differing[0],
+                effect="groups whose rollouts ran on both are dropped",
+                remedy='seed whatever is random; "orchestrator env try ID --check" shows which tasks differ',
+            )
 
     def explain(self, log_tail: str) -> tuple[str, str]:
         """What the last lines of a server's log say in one, and what to show below: the author's frames, or the lines."""

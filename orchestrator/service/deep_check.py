@@ -113,7 +113,7 @@ def _same_tasks(config: Config, reports: Mapping[str, EnvReport]) -> Iterator[st
                 )
 
 
-def _digests(reports: Mapping[str, EnvReport], name: str) -> list[str]:
+def _digests(reports: Mapping[str, EnvReport], name: str) -> list[int]:
     """Of the one split that was loaded."""
     surveys = reports[name].splits.values() if name in reports else ()
     return [digest for survey in surveys for digest in survey.digests]

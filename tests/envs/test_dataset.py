@@ -29,6 +29,9 @@ class Script:
         self._answers = list(answers)
         self.asked: list[dict[str, Any]] = []
 
+    async def complete(self, base_url: str, body: bytes, headers: Mapping[str, str]) -> bytes:
+        raise NotImplementedError
+
     async def chat(self, base_url: str, body: bytes, headers: Mapping[str, str]) -> bytes:
         self.asked.append(msgspec.json.decode(body))
         answer = self._answers.pop(0)
