@@ -1,7 +1,9 @@
 """Environments that behave in one particular way each, for tests of servers that host them."""
 
 import asyncio
+import logging
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -39,6 +41,25 @@ class Quick(Environment):
 
     async def rollout(self, task: Task, model: Model) -> Rollout:
         return fixed_rollout(task["index"])
+
+
+class Chance(Quick):
+    """Its tasks come in an order that nobody seeded; a rollout says which it was."""
+
+    def tasks(self, split: str) -> Tasks:
+        numbers = list(range(100))
+        random.shuffle(numbers)
+        return [{"number": number, "hash": hash(f"{number}")} for number in numbers]
+
+    async def rollout(self, task: Task, model: Model) -> Rollout:
+        return fixed_rollout(task["number"], messages=[{"role": "user", "content": str(task["number"])}])
+
+
+class Undecided(Chance):
+    """Its tasks are others in every process, whatever is seeded."""
+
+    def tasks(self, split: str) -> Tasks:
+        return [{"number": number, "process": os.getpid()} for number in range(100)]
 
 
 class Unbounded(Quick):
@@ -94,6 +115,22 @@ class BreaksOnSetup(Quick):
 
     async def setup(self) -> None:
         raise RuntimeError("the sandbox does not answer")
+
+
+class Stopping(Quick):
+    """Has a breakpoint that its author forgot."""
+
+    async def rollout(self, task: Task, model: Model) -> Rollout:
+        logging.getLogger("mine").warning("about to stop")
+        breakpoint()
+        raise AssertionError("not reached")
+
+
+class Generated(Quick):
+    """Takes tasks for a generator."""
+
+    def tasks(self, split: str) -> Any:
+        yield {}
 
 
 class Clinging(Quick):
