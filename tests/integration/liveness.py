@@ -72,6 +72,8 @@ class Chaos:
     orchestrator: int = 0
     servers: int = 0
     within_s: float = 1.5
+    while_draining: bool = False
+    """Whether the orchestrator is asked to stop, and killed while it does."""
 
 
 @dataclass(slots=True)
@@ -177,7 +179,7 @@ class Experiment:
 
     async def _cut_short(self, command: Command, chaos: Chaos) -> bool:
         """Kill the orchestrator after a while, mostly under load; False when it ended before."""
-        if chaos.rng.random() < 0.8:
+        if chaos.while_draining or chaos.rng.random() < 0.8:
             await command.wait_event("run.started")
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(chaos.rng.uniform(0, chaos.within_s)):
@@ -185,6 +187,10 @@ class Experiment:
                 if code != 0:
                     raise LivenessError(f"exit code {code}\n{self.last_words()}")
                 return False
+        if chaos.while_draining:
+            command.send(signal.SIGTERM)
+            await command.wait_event("run.draining")
+            await asyncio.sleep(chaos.rng.uniform(0, 0.2))
         command.send(signal.SIGKILL)
         await command.wait()
         await until(lambda: not command.processes())

@@ -4,7 +4,9 @@ Each sequence begins with a mark of its own in its prompt, so that a trainer can
 """
 
 import asyncio
+import os
 import random
+import time
 import uuid
 from pathlib import Path
 
@@ -72,3 +74,32 @@ class Held(Drawn):
         if task["index"] == 0:
             self._fifo.read_bytes()
         return fixed_rollout(task["index"])
+
+
+class Leaking(Drawn):
+    """Every rollout leaves something behind: a task that never ends, an open file, memory, a child process."""
+
+    def __init__(self, *, child_every: int = 20) -> None:
+        super().__init__()
+        self._child_every = child_every
+        self._kept: list[object] = []
+
+    async def rollout(self, task: Task, model: Model) -> Rollout:
+        self._kept.append(asyncio.create_task(asyncio.Event().wait()))
+        self._kept.append(os.open("/dev/null", os.O_RDONLY))
+        self._kept.append(bytearray(100_000))
+        if task["index"] % self._child_every == 0:
+            self._kept.append(await asyncio.create_subprocess_exec("sleep", "1000", start_new_session=True))
+        return await super().rollout(task, model)
+
+
+class Blocking(Drawn):
+    """Every rollout holds the server's event loop for a while, as code that was not written for asyncio does."""
+
+    def __init__(self, *, seconds: float) -> None:
+        super().__init__()
+        self._seconds = seconds
+
+    async def rollout(self, task: Task, model: Model) -> Rollout:
+        time.sleep(self._seconds)  # noqa: ASYNC251  that is its point
+        return await super().rollout(task, model)

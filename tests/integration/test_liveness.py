@@ -111,6 +111,48 @@ async def test_a_run_that_is_killed_again_and_again_ends(tmp_path: Path) -> None
     )
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("on_starved", ["redistribute", "wait"])
+async def test_quotas_hold_in_a_run_that_is_killed_again_and_again(tmp_path: Path, on_starved: str) -> None:
+    """The orchestrator and its env servers are killed; what quotas carry over goes on with the run."""
+    envs = [
+        drawn("a", ratio=1.0, group_size=4, args={"latency_s": [0.0, 0.05], "sequences": [1, 2]}),
+        drawn("b", ratio=0.5, group_size=3, args={"latency_s": [0.0, 0.1]}, max_restarts=50),
+    ]
+    values = configuration(envs, max_steps=40, batch={"size": 24, "quotas": True, "on_starved": on_starved})
+    await Experiment(tmp_path, values, bound_s=140.0).run(
+        Chaos(random.Random(3), orchestrator=3, servers=2, within_s=1.0)
+    )
+
+
+@pytest.mark.slow
+async def test_a_run_that_is_killed_while_it_drains_goes_on(tmp_path: Path) -> None:
+    """It was asked to stop, waits for what is in flight, and is killed: nothing is lost or trained on twice."""
+    values = configuration(
+        [drawn("a", ratio=1.0, args={"latency_s": [0.0, 1.0]})], max_steps=30, batch={"size": 8}
+    )
+    experiment = Experiment(tmp_path, values, bound_s=140.0)
+    await experiment.run(Chaos(random.Random(4), orchestrator=3, within_s=0.5, while_draining=True))
+    assert experiment.events("run.draining")
+
+
+@pytest.mark.slow
+async def test_a_leaking_environment_does_not_outlive_its_run(tmp_path: Path) -> None:
+    """Tasks, files, memory and processes that rollouts leave behind are gone with their server."""
+    env = {**drawn("a", ratio=1.0), "id": "tests.integration.liveness_envs:Leaking"}
+    await Experiment(tmp_path, configuration([env], max_steps=20), bound_s=140.0).run()
+
+
+@pytest.mark.slow
+async def test_a_server_that_blocks_for_less_than_the_silence_limit_is_not_given_up(tmp_path: Path) -> None:
+    """Each rollout holds its event loop for a while: it may be called frozen, but nothing is lost."""
+    env = drawn("a", ratio=1.0, group_size=2, args={"seconds": 1.0}, capacity=1, silence_timeout_s=20.0)
+    env["id"] = "tests.integration.liveness_envs:Blocking"
+    experiment = Experiment(tmp_path, configuration([env], max_steps=3, batch={"size": 4}), bound_s=140.0)
+    await experiment.run()
+    assert not experiment.events("env.server_lost")
+
+
 class Mistaken(Experiment):
     """A trainer whose first versions have no weights, as one that was copied from the README."""
 
