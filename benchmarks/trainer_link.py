@@ -15,10 +15,10 @@ import numpy as np
 import zmq
 
 from benchmarks.frame import Figure, median_and_spread
-from orchestrator.groups.group import Batch, Group
+from orchestrator.groups.group import Batch, Group, plain_facts
 from orchestrator.tasks.task import TrainTask
 from orchestrator.trainer import TrainerClient
-from orchestrator.trainer_link.server import PROBE_S, BatchServer
+from orchestrator.trainer_link.server import PROBE_S, BatchServer, open_link
 
 SEQUENCES = 1024
 TOKENS = 2048
@@ -35,7 +35,9 @@ def make_batch(step: int) -> Batch:
         logprobs = -rng.random(total, dtype=np.float32)
         rewards = rng.random(GROUP, dtype=np.float32)
         mask = np.ones(total, np.uint8)
-        groups.append(Group(task, 0, 0, GROUP, (TOKENS,) * GROUP, tokens, mask, logprobs, rewards, rewards))
+        facts = plain_facts(GROUP, version=0, version_end=0)
+        arrays = (tokens, mask, logprobs, rewards, rewards, facts)
+        groups.append(Group(task, 0, 0, GROUP, (TOKENS,) * GROUP, *arrays, b"", 0))
     return Batch(step, step - 1, tuple(groups))
 
 
@@ -46,7 +48,7 @@ def make_server(world_size: int, on_ack: Callable[[int], None]) -> BatchServer:
         return
 
     return BatchServer(
-        bind="tcp://127.0.0.1:*",
+        link=open_link("tcp://127.0.0.1:*", keys=None, probe_s=PROBE_S),
         world_size=world_size,
         run="",
         keep=1,
@@ -60,9 +62,7 @@ def make_server(world_size: int, on_ack: Callable[[int], None]) -> BatchServer:
         on_trained=ignore,
         on_done=ignore,
         when_durable=lambda callback: callback(),
-        keys=None,
         token=None,
-        probe_s=PROBE_S,
     )
 
 

@@ -5,113 +5,195 @@ becomes a `Failure`: an exception of any kind (also exit() and a cancellation of
 that do not fit, the wrong type, a result too large to be sent. A request gets exactly one answer, as frames ready
 to be sent. Cancellation by the caller passes through.
 A group's rollouts run side by side and are scored together; the first that fails fails the group and
-stops the others.
+stops the others. While tasks are listed or looked up, the global random generators are seeded, so that an index is
+the same task in every process; each result carries the task's digest, by which that is checked.
 """
 
 import asyncio
+import contextlib
 import math
-import traceback
 from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 import structlog
 
 from envs import wire
+from envs.digests import digest_of
 from envs.environment import Environment, Task, Tasks, is_group_scored
-from envs.errors import RolloutFailure
+from envs.errors import (
+    EnvironmentLoadError,
+    EnvironmentRaisedError,
+    NoExceptionError,
+    RolloutFailure,
+    stopped_by_caller,
+)
 from envs.model import ChatClient, Model, ModelSettings
+from envs.places import find_place, package_of, place_of, readable_traceback
+from envs.places import text_of as _text
 from envs.rollout import InvalidRolloutError, Rollout, fits_float32
+from envs.seeding import seeded
 
 log = structlog.get_logger()
 
+T = TypeVar("T")
+
 _DETAIL_CHARS = 8000
 _MESSAGE_CHARS = 2000
+_WHERE_CHARS = 300
 _LOGGED_IN_FULL = 20
 _LOGGED_EVERY = 100
-
-
-class _NoException(Exception):  # noqa: N818  its cause is the error
-    """Stands for what an environment raised that is no Exception: SystemExit, KeyboardInterrupt, …"""
+_DIGESTS_KEPT = 1 << 16
+SAMPLED = 2
+"""Tasks of a split whose digests a server declares when it is ready: the first ones."""
 
 
 class Responder:
     """Answers the requests for one environment with one HTTP client."""
 
-    def __init__(self, environment: Environment, *, client: ChatClient, env: str) -> None:
+    def __init__(
+        self,
+        environment: Environment,
+        *,
+        client: ChatClient,
+        env: str,
+        seed: int = 0,
+        log_failures: bool = True,
+    ) -> None:
         self._environment = environment
         self._client = client
         self._env = env
+        self._seed = seed
+        self._digests: dict[tuple[str, int], int] = {}
         self._splits: dict[str, Tasks] = {}
         self._failures: Counter[str] = Counter()
+        self._log_failures = log_failures
+        self._package = package_of(environment)
+        self._rollout = place_of(environment.rollout)
         self.group_scored = is_group_scored(environment)
+
+    async def prepare(self, splits: Iterable[str]) -> dict[str, int | None]:
+        """Set the environment up and count the tasks of each split; EnvironmentLoadError says what of it failed."""
+        step = "setup"
+        try:
+            with seeded(self._seed, step):
+                await self._environment.setup()
+            step = "tasks"
+            counts = {split: self.tasks_in(split) for split in splits}
+            for split in counts:
+                # Before anybody waits for them: a task may take seconds to be made.
+                self.samples_of(split)
+            return counts
+        except EnvironmentLoadError:
+            raise
+        # The environment's own code, which may raise anything, exit() included.
+        except BaseException as error:
+            if stopped_by_caller(error):
+                raise
+            raise EnvironmentRaisedError(f'{step} of "{self._env}"', error, self._package) from error
 
     def tasks_in(self, split: str) -> int | None:
         """Number of tasks in a split, None when unbounded; whatever the environment raises passes through."""
         return _length(self._tasks(split))
 
-    async def answer(self, request: wire.Request, settings: ModelSettings) -> list[bytes]:
+    def task(self, split: str, index: int) -> Task:
+        """One task; whatever the environment raises passes through."""
+        return self._look_up(split, index)
+
+    def samples_of(self, split: str) -> dict[int, int]:
+        """Digests of the first tasks of a split, by index; a task that cannot be made has none."""
+        count = _length(self._tasks(split))
+        digests = {}
+        for index in range(SAMPLED if count is None else min(count, SAMPLED)):
+            # The environment's own code; whoever asks for the task learns what it raises.
+            with contextlib.suppress(Exception):
+                digests[index] = self._digest(split, index, self._look_up(split, index))
+        return digests
+
+    async def answer(
+        self, request: wire.Request, settings: ModelSettings, *, protocol: int = wire.PROTOCOL
+    ) -> list[bytes]:
         """Do what is asked and return the message that answers it."""
+        frames = await self._ended(
+            request,
+            settings,
+            lambda rollouts, digest: wire.encode_result(
+                request.id, rollouts, digest=digest, protocol=protocol
+            ),
+        )
+        return [wire.encode(frames)] if isinstance(frames, wire.Failure) else frames
+
+    async def rollouts(self, request: wire.Request, settings: ModelSettings) -> list[Rollout] | wire.Failure:
+        """The same for a caller in this process: the rollouts themselves, or how the request failed."""
+        return await self._ended(request, settings, lambda rollouts, _: rollouts)
+
+    async def _ended(
+        self, request: wire.Request, settings: ModelSettings, finish: Callable[[list[Rollout], int], T]
+    ) -> T | wire.Failure:
         try:
             async with asyncio.timeout(request.timeout_s or None) as deadline:
-                rollouts = await self._rollouts(request, settings)
-            return wire.encode_result(request.id, rollouts)
+                task = self._task(request)
+                rollouts = await self._rollouts(request, settings, task)
+            # Only now: a task that is made when it is looked into was made by its rollout, where that takes no time.
+            return finish(rollouts, self._digest(request.split, request.index, task))
         # Anything an environment raises is the rollout's outcome; the server and its other requests go on.
         except BaseException as error:
-            if _by_caller(error):
+            if stopped_by_caller(error):
                 raise
             failure = _failure(
-                request, error, timed_out=isinstance(error, TimeoutError) and deadline.expired()
+                request,
+                error,
+                timed_out=isinstance(error, TimeoutError) and deadline.expired(),
+                package=self._package,
+                rollout=self._rollout,
             )
-            self._log(request, failure)
-            return [wire.encode(failure)]
+            if self._log_failures:
+                self._log(request, failure)
+            return failure
 
-    async def _rollouts(self, request: wire.Request, settings: ModelSettings) -> list[Rollout]:
+    async def _rollouts(self, request: wire.Request, settings: ModelSettings, task: Task) -> list[Rollout]:
         if self.group_scored and request.kind != "group":
             raise RolloutFailure(
                 "not_a_group", "the environment scores whole groups; run a group", retryable=False
             )
-        task = self._task(request)
+        environment, model = self._environment, self._model(request, settings)
         if request.kind == "rollout":
-            return [await self._attempt(request, settings, task)]
-        async with asyncio.TaskGroup() as members:
-            name = _running_name()
-            attempts = [
-                members.create_task(self._attempt(request, settings, task), name=f"{name} #{member}")
-                for member in range(request.count)
-            ]
-        rollouts = [attempt.result() for attempt in attempts]
-        rewards = await self._environment.score_group(task, rollouts)
-        if not isinstance(rewards, (list, tuple)) or len(rewards) != len(rollouts):
-            shown = (
-                f"{len(rewards)} rewards" if isinstance(rewards, (list, tuple)) else type(rewards).__name__
+            return [_checked(await environment.rollout(task, model), train=settings.train)]
+        rollouts = await environment.rollout_group(task, model, request.count)
+        if not isinstance(rollouts, (list, tuple)) or len(rollouts) != request.count:
+            raise InvalidRolloutError(
+                f"rollout_group must return {request.count} rollouts, got {_counted(rollouts)}"
             )
-            raise InvalidRolloutError(f"score_group must return {len(rollouts)} rewards, got {shown}")
+        rollouts = [_checked(rollout, train=settings.train) for rollout in rollouts]
+        rewards = await environment.score_group(task, rollouts)
+        if not isinstance(rewards, (list, tuple)) or len(rewards) != len(rollouts):
+            raise InvalidRolloutError(
+                f"score_group must return {len(rollouts)} rewards, got {_counted(rewards, 'rewards')}"
+            )
         for rollout, reward in zip(rollouts, rewards, strict=True):
             rollout.reward = _finite(reward, "reward")
         return rollouts
 
-    async def _attempt(self, request: wire.Request, settings: ModelSettings, task: Task) -> Rollout:
-        model = Model(
+    def _model(self, request: wire.Request, settings: ModelSettings) -> Model:
+        return Model(
             settings,
             client=self._client,
             base_url=request.base_url,
             session=request.session,
             cache_salt=request.cache_salt,
         )
-        try:
-            rollout = await self._environment.rollout(task, model)
-            return _checked(rollout, train=settings.train)
-        except Exception:
-            raise
-        # In a task of its own, as a group's members are, a SystemExit would end the event loop.
-        except BaseException as error:
-            if _by_caller(error):
-                raise
-            raise _NoException from error
 
     def _tasks(self, split: str) -> Tasks:
         tasks = self._splits.get(split)
         if tasks is None:
-            tasks = self._splits[split] = self._environment.tasks(split)
+            with seeded(self._seed, split):
+                tasks = self._environment.tasks(split)
+            if not hasattr(tasks, "__getitem__"):
+                raise EnvironmentLoadError(
+                    f'"{self._env}": tasks("{split}") ({place_of(self._environment.tasks)}) returned '
+                    f"a {type(tasks).__name__}; return a list of tasks, or anything that has them by index"
+                )
+            self._splits[split] = tasks
         return tasks
 
     def _task(self, request: wire.Request) -> Task:
@@ -123,7 +205,25 @@ class Responder:
                 f'split "{request.split}" has {count} tasks, asked for {request.index}',
                 retryable=False,
             )
-        return tasks[request.index]
+        return self._look_up(request.split, request.index)
+
+    def _look_up(self, split: str, index: int) -> Task:
+        tasks = self._tasks(split)
+        kind: type = type(tasks)
+        if kind in (list, tuple) or getattr(tasks, "repeatable", False):
+            return tasks[index]
+        with seeded(self._seed, split, index):
+            return tasks[index]
+
+    def _digest(self, split: str, index: int, task: Task) -> int:
+        """The digest of a task, made once as long as it is remembered."""
+        digest = self._digests.get((split, index))
+        if digest is None:
+            digest = digest_of(self._environment.identity(task))
+            if len(self._digests) >= _DIGESTS_KEPT:
+                self._digests.clear()
+            self._digests[split, index] = digest
+        return digest
 
     def _log(self, request: wire.Request, failure: wire.Failure) -> None:
         """Say how a request failed; a kind that keeps happening is thinned out so that it cannot fill the disk."""
@@ -136,47 +236,42 @@ class Responder:
             kind=failure.kind,
             task=f"{self._env}/{request.split}/{request.index}",
             message=failure.message,
+            where=failure.where or None,
             retryable=failure.retryable,
             seen=seen,
             traceback=failure.detail,
         )
 
 
-def _failure(request: wire.Request, error: BaseException, *, timed_out: bool) -> wire.Failure:
-    """What an exception means for the request."""
+def _failure(
+    request: wire.Request, error: BaseException, *, timed_out: bool, package: str, rollout: str
+) -> wire.Failure:
+    """What an exception means for the request; `package` is the environment's own code, `rollout` where that begins."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    if isinstance(error, _NoException) and error.__cause__ is not None:
+    if isinstance(error, NoExceptionError) and error.__cause__ is not None:
         error = error.__cause__
-    kind, retryable, detail = "error", isinstance(error, OSError), "".join(traceback.format_exception(error))
-    message = f"{type(error).__name__}: {_text(error)}"
+    kind, retryable, detail = "error", isinstance(error, OSError), readable_traceback(error, package)
+    message, where = f"{type(error).__name__}: {_text(error)}", find_place(error, package)
     if isinstance(error, asyncio.CancelledError):
         retryable, message, detail = True, "the environment cancelled its own rollout", ""
     if timed_out:
-        kind, retryable, detail = "timed_out", True, ""
+        kind, retryable, detail, where = "timed_out", True, "", ""
         message = f"not done in {request.timeout_s:g} s"
     elif isinstance(error, RolloutFailure):
         kind, retryable, message, detail = error.kind, bool(error.retryable), _text(error.message), ""
+        where = ""
     elif isinstance(error, InvalidRolloutError):
-        kind, message = "invalid_rollout", str(error)
+        # What it returned was found wrong only after its own code had ended.
+        kind, message, where = "invalid_rollout", str(error), where or rollout
     return wire.Failure(
-        request.id, _text(kind)[:100], message[:_MESSAGE_CHARS], retryable, _text(detail[-_DETAIL_CHARS:])
+        request.id,
+        _text(kind)[:100],
+        message[:_MESSAGE_CHARS],
+        retryable,
+        _text(detail[-_DETAIL_CHARS:]),
+        where=_text(where[-_WHERE_CHARS:]),
     )
-
-
-def _by_caller(error: BaseException) -> bool:
-    """Whether it is the cancellation that the server itself asked for."""
-    current = asyncio.current_task()
-    return isinstance(error, asyncio.CancelledError) and current is not None and current.cancelling() > 0
-
-
-def _text(value: object) -> str:
-    """A text that can be sent, of anything: lone surrogates are replaced, and str() may raise."""
-    try:
-        return str(value).encode("utf-8", "replace").decode()
-    # A failure must reach the client whatever the environment's exception does when it is shown.
-    except BaseException:  # noqa: BLE001  see above
-        return f"a {type(value).__name__} that cannot be shown"
 
 
 def _checked(rollout: object, *, train: bool) -> Rollout:
@@ -193,6 +288,9 @@ def _checked(rollout: object, *, train: bool) -> Rollout:
             numbers_by_name[name] = _finite(value, f'{what} "{name}"')
     if not isinstance(rollout.stop_reason, str):
         raise InvalidRolloutError(f"stop_reason must be text, got {rollout.stop_reason!r}")
+    for sequence in rollout.sequences:
+        if sequence.reward is not None:
+            sequence.reward = _finite(sequence.reward, f'the reward of seat "{sequence.seat}"')
     # Evaluations ask for no token ids, so they carry no sequences.
     if train or rollout.sequences:
         rollout.check()
@@ -219,6 +317,8 @@ def _length(tasks: Tasks) -> int | None:
         return None
 
 
-def _running_name() -> str:
-    current = asyncio.current_task()
-    return current.get_name() if current is not None else "request"
+def _counted(values: object, what: str = "") -> str:
+    """How many there are, of what should be a list."""
+    if isinstance(values, (list, tuple)):
+        return f"{len(values)} {what}".strip()
+    return type(values).__name__

@@ -6,9 +6,12 @@ secret. An environment may raise `RolloutFailure` itself to say that a failure i
 any other exception that leaves `Environment.rollout` is a failure of kind "error".
 """
 
+import asyncio
 from enum import StrEnum
 from functools import lru_cache
 from urllib.parse import urlsplit, urlunsplit
+
+from envs.places import describe, readable_traceback
 
 
 class FailureKind(StrEnum):
@@ -48,8 +51,29 @@ class RolloutFailure(Exception):  # noqa: N818  an outcome that is counted, not 
         self.retryable = retryable
 
 
+class NoExceptionError(Exception):
+    """Stands for what an environment raised that is no Exception (SystemExit, KeyboardInterrupt, …): its cause."""
+
+
+def stopped_by_caller(error: BaseException) -> bool:
+    """Whether it is the cancellation of the running task that somebody asked for, and not the environment's own."""
+    current = asyncio.current_task()
+    return isinstance(error, asyncio.CancelledError) and current is not None and current.cancelling() > 0
+
+
 class EnvironmentLoadError(ValueError):
     """An environment id that cannot be loaded; the message is one line for the user."""
+
+
+class EnvironmentRaisedError(EnvironmentLoadError):
+    """An environment's own code raised while it was loaded; the message says in which step, what and where.
+
+    `traceback` has the author's frames.
+    """
+
+    def __init__(self, step: str, error: BaseException, package: str = "") -> None:
+        super().__init__(f"{step} raised {describe(error, package)}")
+        self.traceback = readable_traceback(error, package)
 
 
 @lru_cache(maxsize=256)

@@ -27,11 +27,13 @@ from envs.answering import Responder
 from envs.curve import Gatekeeper, secure_server
 from envs.drained import DrainedSocket
 from envs.environment import Environment
-from envs.errors import EnvironmentLoadError
+from envs.errors import EnvironmentLoadError, EnvironmentRaisedError
 from envs.inference_client import InferenceClient
 from envs.lifeline import Lifeline
 from envs.loader import load_environment
 from envs.logs import configure_logging
+from envs.report import write_report
+from envs.seeding import seeded
 from envs.server_spec import EXIT_STARTUP, ServerSpec
 from envs.sessions import ActiveRequest, Sessions
 from envs.watchdog import LoopWatchdog
@@ -137,20 +139,23 @@ class EnvServer:
         return gatekeeper
 
     async def _load(self, client: InferenceClient) -> None:
-        responder = Responder(self._environment, client=client, env=self._spec.env or self._spec.id)
+        spec = self._spec
+        responder = Responder(self._environment, client=client, env=spec.env or spec.id, seed=spec.seed)
         try:
-            await self._environment.setup()
-            counts = {split: responder.tasks_in(split) for split in self._spec.splits}
-        # The environment's own code, which may raise anything, exit() included; its traceback belongs into the log.
-        except BaseException as error:
-            if isinstance(error, asyncio.CancelledError) and self._stopping.is_set():
-                raise
-            log.exception("server.start_failed", why=f'environment "{self._spec.id}" did not load: {error!r}')
+            counts = await responder.prepare(spec.splits)
+            if spec.report:
+                write_report(spec, responder)
+        except EnvironmentLoadError as error:
+            _log_load_failure(error)
             self.load_failed = True
             self.stop()
             return
         self._responder = responder
-        self._sessions.loaded(count_tasks=responder.tasks_in, group_scored=responder.group_scored)
+        self._sessions.loaded(
+            count_tasks=responder.tasks_in,
+            sample_tasks=responder.samples_of,
+            group_scored=responder.group_scored,
+        )
         log.info("server.ready", tasks=counts, group_scored=responder.group_scored)
 
     async def _beat(self) -> None:
@@ -200,7 +205,8 @@ class EnvServer:
     def _start(self, active: ActiveRequest) -> None:
         assert self._requests is not None
         assert self._responder is not None
-        answering = self._responder.answer(active.request, active.session.settings)
+        session = active.session
+        answering = self._responder.answer(active.request, session.settings, protocol=session.hello.protocol)
         task = self._requests.create_task(answering, name=active.name)
         active.cancel = task.cancel
         self._active.add(task)
@@ -218,6 +224,12 @@ class EnvServer:
         self._sessions.on_done(active, frames, failed=len(frames) == 1)
 
 
+def _log_load_failure(error: EnvironmentLoadError) -> None:
+    """Why an environment cannot be loaded, and the author's own traceback where its code raised."""
+    trace = error.traceback if isinstance(error, EnvironmentRaisedError) else None
+    log.error("server.start_failed", why=str(error), traceback=trace)
+
+
 def _resident_bytes() -> int:
     """Memory of this process; its peak where the present one cannot be read."""
     try:
@@ -230,13 +242,10 @@ def _resident_bytes() -> int:
 def run_server(spec: ServerSpec, *, on_start: Callable[[EnvServer], None] = lambda server: None) -> int:
     """Load the environment, serve it until told to stop, and return the exit code. Needs the main thread."""
     try:
-        environment = load_environment(spec.id, spec.args)
+        with seeded(spec.seed, "load"):
+            environment = load_environment(spec.id, spec.args)
     except EnvironmentLoadError as error:
-        log.error("server.start_failed", why=str(error))
-        return EXIT_STARTUP
-    # The environment's own code, which may raise anything, exit() included; its traceback belongs into the log.
-    except (Exception, SystemExit):
-        log.exception("server.start_failed", why=f'the constructor of environment "{spec.id}" raised')
+        _log_load_failure(error)
         return EXIT_STARTUP
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         return runner.run(_serve(spec, environment, on_start))
@@ -268,6 +277,18 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return None
 
 
+def _no_breakpoint(environment: str) -> Callable[..., None]:
+    """What breakpoint() does in a server: its standard input is empty, and a debugger would end the rollout unasked."""
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise RuntimeError(
+            "breakpoint() needs a terminal, which an env server does not have; "
+            f'debug with "orchestrator env try {environment} -n 1", or name another debugger in PYTHONBREAKPOINT'
+        )
+
+    return refuse
+
+
 def main() -> int:
     """Entry point of a spawned server."""
     lifeline = Lifeline()
@@ -276,6 +297,8 @@ def main() -> int:
         return EXIT_STARTUP
     spec = msgspec.json.decode(line, type=ServerSpec)
     configure_logging(spec.log_level, spec.log_format, server=spec.name)
+    if not os.environ.get("PYTHONBREAKPOINT"):
+        sys.breakpointhook = _no_breakpoint(spec.id)
 
     def watch_parent(server: EnvServer) -> None:
         loop = asyncio.get_running_loop()

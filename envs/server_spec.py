@@ -12,7 +12,11 @@ EXIT_STARTUP = 3
 
 
 class ServerSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything a server is told: `name` is its own, `env` the environment's. `splits` are loaded before it is ready."""
+    """Everything a server is told: `name` is its own, `env` the environment's. `splits` are loaded before it is ready.
+
+    `report` names a file in which it describes its first tasks before it is ready. What is random while the environment
+    is loaded, and while its tasks are made, follows from `seed`.
+    """
 
     name: str
     id: str
@@ -21,6 +25,7 @@ class ServerSpec(msgspec.Struct, frozen=True, kw_only=True):
     args: dict[str, Any] = {}
     splits: list[str] = []
     capacity: int = 256
+    seed: int = 0
     insecure: bool = False
     curve_secret: str = ""
     curve_public: str = ""
@@ -28,6 +33,7 @@ class ServerSpec(msgspec.Struct, frozen=True, kw_only=True):
     key_variables: list[str] = []
     log_level: str = "info"
     log_format: LogFormat = "json"
+    report: str = ""
 
     def __repr__(self) -> str:
         """Without keys and arguments, which may be secret."""

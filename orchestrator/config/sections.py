@@ -266,7 +266,9 @@ class TrainConfig(Section):
     """Rollouts per task, compared with each other."""
     sampling: dict[str, Any] = {}
     """Sampling parameters, as the inference servers name them. What shapes the distribution is neutral unless it is set
-    here: temperature = 1, top_p = 1, top_k = -1, min_p = 0, repetition_penalty = 1."""
+    here: temperature = 1, top_p = 1, top_k = -1, min_p = 0, repetition_penalty = 1. A name that neither the chat API nor
+    vLLM nor SGLang has is refused; what only your engine knows goes into the table extra_body, which is unpacked into
+    the request."""
     neutral_sampling: bool = True
     """Whether the neutral values are sent; false for servers that refuse such fields. What is not sent, vLLM takes from
     generation_config.json in the model's folder."""
@@ -295,7 +297,8 @@ class EvalConfig(Section):
     rollouts_per_example: Positive = 1
     """Attempts at each task."""
     sampling: dict[str, Any] = {}
-    """Sampling parameters of evaluations; for what is not set, the model's own defaults (generation_config.json) hold."""
+    """Sampling parameters of evaluations, as in [train]; those are not taken over. For what is not set, the model's own
+    defaults (generation_config.json) hold."""
     env: list[EvalEnvSection] = []
     """The environments, one [[eval.env]] each."""
 

@@ -31,6 +31,9 @@ _TOKEN_IDS = {
 }
 
 
+_TLS_PORT = "; it is a TLS port: write https:// instead of http:// in inference.base_urls"
+
+
 class EngineError(InferenceError):
     """One call to one inference server failed.
 
@@ -213,8 +216,19 @@ class EngineApi:
     ) -> str:
         status, text = await self._request(method, url, call, body=body, query=query, timeout_s=timeout_s)
         if status >= 400:
-            raise EngineError(self.url, f"{call} answered {status}: {quote(text)}", status=status)
+            said = f"{call} answered {status}: {quote(text)}{self._guess_refusal(status, text)}"
+            raise EngineError(self.url, said, status=status)
         return text
+
+    def _guess_refusal(self, status: int, text: str) -> str:
+        """What to do about an answer that says why in its own way; empty where it needs no more words."""
+        if status in (401, 403):
+            if "Authorization" in self.session.headers:
+                return "; it refuses the API key in the variable that inference.api_key_env names"
+            return "; it wants an API key: name the variable that holds it in inference.api_key_env"
+        if status == 400 and "https" in text.lower() and self.root.startswith("http://"):
+            return _TLS_PORT
+        return ""
 
     async def _request(
         self,
@@ -236,7 +250,28 @@ class EngineApi:
         except TimeoutError as error:
             raise EngineError(self.url, f"{call} did not answer within {timeout_s:g} s") from error
         except (aiohttp.ClientError, OSError) as error:
-            raise EngineError(self.url, f"{call} failed: {_describe(error)}") from error
+            guess = await self._guess_scheme(error)
+            raise EngineError(self.url, f"{call} failed: {_describe(error)}{guess}") from error
+
+    async def _guess_scheme(self, error: Exception) -> str:
+        """What to do about a connection that broke because one side spoke TLS; empty if that is not the cause."""
+        if isinstance(error, aiohttp.ClientConnectorSSLError):
+            if "WRONG_VERSION_NUMBER" in str(error) or "RECORD_LAYER_FAILURE" in str(error):
+                return (
+                    "; it does not speak TLS there: write http:// instead of https:// in inference.base_urls"
+                )
+            return ""
+        broken = isinstance(error, aiohttp.ServerDisconnectedError | aiohttp.ClientOSError)
+        refused = isinstance(error, aiohttp.ClientConnectorError)
+        if not self.root.startswith("http://") or not broken or refused:
+            return ""
+        url = f"https://{self.root.removeprefix('http://')}/health"
+        timeout = aiohttp.ClientTimeout(total=self.check_timeout_s)
+        try:
+            async with self.session.get(url, timeout=timeout, ssl=False):
+                return _TLS_PORT
+        except (aiohttp.ClientError, OSError, TimeoutError):
+            return ""
 
 
 def _decode(text: str) -> Any:
@@ -265,7 +300,9 @@ def _describe(error: Exception) -> str:
     if isinstance(error, aiohttp.ClientConnectorError):
         # asyncio replaces the system's words by its own, which say nothing of the cause.
         number = error.os_error.errno
-        return f"cannot connect ({os.strerror(number) if number else error.os_error})"
+        # Failures to find a name have numbers of their own, below zero.
+        said = os.strerror(number) if number and number > 0 else error.os_error.strerror or error.os_error
+        return f"cannot connect ({said})"
     return str(error) or type(error).__name__
 
 

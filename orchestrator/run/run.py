@@ -98,6 +98,8 @@ class Run:
         """An attempt failed; `together` above 0: its server died, with that many requests on it."""
         self.progressed = now
         parts = self.parts
+        if not attempt.ended:
+            parts.facts.failed(attempt.group.lane, attempt.group.env, failure.kind, failure.described)
         if together:
             parts.dispatcher.lose(attempt, together, now)
         else:

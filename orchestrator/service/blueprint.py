@@ -5,20 +5,26 @@ Components take small frozen structures and never see the configuration; these f
 
 import os
 import random
+import re
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from envs.adapters.concatenated import join
 from envs.adapters.domains import Domain, Routed, route
+from envs.builtin import BUILTIN
 from envs.curve import KeyFileError, ServerKeys, read_client_keys, read_key, read_pair
 from envs.errors import EnvironmentLoadError
+from envs.importing import nearest
 from envs.loader import LOADERS, parse_id
+from envs.model import unpacked
 from orchestrator.buffer.minimums import BatchMinimums
 from orchestrator.config import Config
 from orchestrator.config.domains import domain_of
 from orchestrator.config.fitting import batch_minimums
-from orchestrator.config.sections import FROM_TRAINER, EnvSection
+from orchestrator.config.sections import FROM_TRAINER, EnvSection, EvalEnvSection, TrainEnvSection
 from orchestrator.dispatch.ports import Rules
 from orchestrator.env_servers.env import (
     EnvSpec,
@@ -53,15 +59,28 @@ from orchestrator.tasks.evaluations import EvalPlan
 
 def verify(config: Config) -> None:
     """Look for what would fail at the start; ConfigError with all of it, before anything is spawned."""
+    problems = find_faults(config)
+    if problems:
+        raise faulty(problems)
+
+
+def faulty(problems: Sequence[str]) -> ConfigError:
+    """The error that tells all of them."""
+    return ConfigError("\n  ".join(["the configuration cannot be started", *problems]))
+
+
+def find_faults(config: Config) -> list[str]:
+    """What would fail at the start, as far as it can be known without starting a process."""
     parts: list[Callable[[], object]] = [
         lambda: verify_strategy(lambda: _trial_mix(config)),
         lambda: build_advantage(config.dispatch.advantage),
         lambda: build_weight_update(config.inference.weight_update),
-        lambda: build_train_envs(config),
-        lambda: build_eval_envs(config),
+        *(partial(verify_env, config, section, train=True) for section in config.train.env),
+        *(partial(verify_env, config, section, train=False) for section in config.eval.env),
         lambda: read_variable("inference.api_key_env", config.inference.api_key_env),
         lambda: read_variable("http.token_env", config.http.token_env),
         lambda: trainer_token(config),
+        lambda: trainer_keys(config),
     ]
     problems = []
     for build in parts:
@@ -71,8 +90,25 @@ def verify(config: Config) -> None:
             problems.append(str(error))
         except Exception as error:  # noqa: BLE001  whatever somebody's module does when it is imported
             problems.append(describe_fault(error, None))
-    if problems:
-        raise ConfigError("\n  ".join(["the configuration cannot be started", *problems]))
+    return problems
+
+
+def verify_env(config: Config, section: EnvSection, *, train: bool) -> None:
+    """Everything about an env that can be known here: its id, its keys, its interpreter."""
+    _env_spec(config, section, name=section.label, train=train, sampling={})
+    if section.addresses:
+        return  # what is installed there is not known here
+    if section.python is not None and shutil.which(section.python) is None:
+        raise ConfigError(
+            f'env "{section.label}": python = "{section.python}" is not an interpreter; give the path of one that is there'
+        )
+    for text in section.ids:
+        identity = parse_id(text)
+        if identity.loader == "builtin" and identity.name not in BUILTIN:
+            hint = nearest(identity.name, BUILTIN)
+            raise ConfigError(
+                f'env "{section.label}": there is no built-in environment "{identity.name}"; {hint}'
+            )
 
 
 def _trial_mix(config: Config) -> CircuitBreaker:
@@ -126,9 +162,12 @@ def _env_spec(
         system_prompt=section.system_prompt if section.system_prompt is not None else routed.system_prompt,
         api_key_env=config.inference.api_key_env,
         python=section.python,
+        module_dirs=() if config.directory is None else (config.directory,),
+        report=None,
         workers=section.workers,
         addresses=tuple(section.addresses),
         capacity=section.capacity,
+        seed=config.seed,
         ready_timeout_s=section.ready_timeout_s,
         silence_timeout_s=section.silence_timeout_s,
         reconnect_timeout_s=section.reconnect_timeout_s,
@@ -204,37 +243,41 @@ def _train_sampling(config: Config) -> dict[str, object]:
 
 def build_train_envs(config: Config) -> TrainEnvs:
     """The training environments, not started."""
-    made = []
-    for section in config.train.env:
-        spec = _env_spec(config, section, name=section.label, train=True, sampling=_train_sampling(config))
-        group_size = section.group_size or config.train.group_size
-        settings = TrainSettings(
-            ratio=section.ratio,
-            group_size=group_size,
-            min_batch_allocation=section.min_batch_allocation,
-            max_inflight=section.max_inflight,
-            rollouts_per_minute=section.rollouts_per_minute,
-        )
-        # A server must have room for a whole group, or a group-scored env could never run.
-        made.append(TrainEnv(replace(spec, capacity=max(spec.capacity, group_size)), settings))
-    return TrainEnvs(made)
+    return TrainEnvs([build_train_env(config, section) for section in config.train.env])
+
+
+def build_train_env(config: Config, section: TrainEnvSection) -> TrainEnv:
+    """One of them."""
+    spec = _env_spec(config, section, name=section.label, train=True, sampling=_train_sampling(config))
+    group_size = section.group_size or config.train.group_size
+    settings = TrainSettings(
+        ratio=section.ratio,
+        group_size=group_size,
+        min_batch_allocation=section.min_batch_allocation,
+        max_inflight=section.max_inflight,
+        rollouts_per_minute=section.rollouts_per_minute,
+    )
+    # A server must have room for a whole group, or a group-scored env could never run.
+    return TrainEnv(replace(spec, capacity=max(spec.capacity, group_size)), settings)
 
 
 def build_eval_envs(config: Config) -> EvalEnvs:
     """The evaluation environments, not started; their names are apart from the training ones'."""
-    made = []
-    for section in config.eval.env:
-        spec = _env_spec(
-            config, section, name=f"eval-{section.label}", train=False, sampling=dict(config.eval.sampling)
-        )
-        repeats = section.rollouts_per_example or config.eval.rollouts_per_example
-        settings = EvalSettings(
-            num_examples=section.num_examples or config.eval.num_examples,
-            rollouts_per_example=repeats,
-            interval=section.interval or config.eval.interval,
-        )
-        made.append(EvalEnv(replace(spec, capacity=max(spec.capacity, repeats)), settings))
-    return EvalEnvs(made)
+    return EvalEnvs([build_eval_env(config, section) for section in config.eval.env])
+
+
+def build_eval_env(config: Config, section: EvalEnvSection) -> EvalEnv:
+    """One of them."""
+    spec = _env_spec(
+        config, section, name=f"eval-{section.label}", train=False, sampling=dict(config.eval.sampling)
+    )
+    repeats = section.rollouts_per_example or config.eval.rollouts_per_example
+    settings = EvalSettings(
+        num_examples=section.num_examples or config.eval.num_examples,
+        rollouts_per_example=repeats,
+        interval=section.interval or config.eval.interval,
+    )
+    return EvalEnv(replace(spec, capacity=max(spec.capacity, repeats)), settings)
 
 
 def build_identity(config: Config, train: TrainEnvs) -> RunIdentity:
@@ -247,6 +290,7 @@ def build_identity(config: Config, train: TrainEnvs) -> RunIdentity:
                 split=env.spec.split,
                 num_tasks=env.num_tasks,
                 args=digest_of(env.spec.args),
+                samples={str(index): digest for index, digest in env.samples.items()},
             )
             for (name, env), section in zip(train.items(), config.train.env, strict=True)
         },
@@ -419,7 +463,7 @@ def _sampling_check(config: Config, health: HealthPolicy) -> SamplingCheck:
     shared = _train_sampling(config)
     return SamplingCheck(
         model=config.model.name,
-        samplings={section.label: merged(shared, section.sampling) for section in config.train.env},
+        samplings={section.label: unpacked(merged(shared, section.sampling)) for section in config.train.env},
         accept_raw=config.inference.accept_raw_logprobs,
         timeout_s=health.probe_timeout_s,
     )
@@ -471,8 +515,10 @@ def describe_start(config: Config) -> list[str]:
             else f"{section.workers} server process(es)"
         )
         lines.append(f'{table} env "{section.label}" ({", ".join(section.ids)}): {where}')
-    lines.append(f"trainer link at {trainer_address(config)}, {config.trainer.world_size} rank(s)")
+    link = re.sub(r"^(tcp://.*):0$", r"\1, a free port", trainer_address(config))
+    lines.append(f"trainer link at {link}, {config.trainer.world_size} rank(s)")
     if config.http.enabled:
-        lines.append(f"HTTP at http://{config.http.host}:{config.http.port}")
+        port = f":{config.http.port}" if config.http.port else ", a free port"
+        lines.append(f"HTTP at http://{config.http.host}{port}")
     lines.append(f"run directory {Path(config.run_dir)}")
     return lines

@@ -13,12 +13,12 @@ from orchestrator.env_servers.env import TrainEnvs
 from orchestrator.errors import ConfigError, JournalError
 from orchestrator.groups.group import Batch
 from orchestrator.inference import InferencePool
-from orchestrator.journal import Journal, Recovered, differences, notices
+from orchestrator.journal import Journal, Recovered, changed_tasks, differences, notices
 from orchestrator.run.run import Run
 from orchestrator.service import blueprint
 from orchestrator.service.driver import Driver
 from orchestrator.service.weights import WeightLoader
-from orchestrator.trainer_link.server import PROBE_S, BatchServer
+from orchestrator.trainer_link.server import BatchServer, Link
 
 log = structlog.get_logger()
 
@@ -60,6 +60,13 @@ def note_identity(config: Config, journal: Journal, train: TrainEnvs) -> None:
         )
     for notice in notices(before, now):
         log.warning("run.changed", note=notice)
+    for env, index in changed_tasks(before, now):
+        log.warning(
+            "env.tasks_changed",
+            env=env,
+            index=index,
+            note="this index was another task when the run was started: the env's data has changed since",
+        )
     journal.set_identity(now)
 
 
@@ -111,14 +118,14 @@ def build_batch_server(
     journal: Journal,
     recovered: Recovered,
     *,
+    link: Link,
     check_version: Callable[[int, str | None, Callable[[str], None]], None],
 ) -> BatchServer:
-    """The trainer link, not open yet."""
+    """The trainer link's server, not entered yet."""
     run, tell = driver.run, driver.tell
     world_size = config.trainer.world_size
     return BatchServer(
-        bind=blueprint.trainer_address(config),
-        keys=blueprint.trainer_keys(config),
+        link=link,
         token=blueprint.trainer_token(config),
         world_size=world_size,
         run=journal.run_id,
@@ -133,7 +140,6 @@ def build_batch_server(
         on_trained=lambda step: tell(run.on_trained, step),
         on_done=lambda: _end(driver, "the trainer said it is done"),
         when_durable=journal.when_durable,
-        probe_s=PROBE_S,
     )
 
 

@@ -7,7 +7,7 @@ and a line in the log.
 """
 
 import asyncio
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -22,6 +22,7 @@ from orchestrator.trainer_link.encoding import encode_batch
 from orchestrator.trainer_link.files import FileLink
 from orchestrator.trainer_link.leases import Leases, RankStatus
 from orchestrator.trainer_link.publications import CheckVersion
+from orchestrator.trainer_link.ranks import Rank
 from orchestrator.trainer_link.socket import BatchSocket
 
 log = structlog.get_logger("trainer")
@@ -35,16 +36,31 @@ _MAX_ASKED = 8
 """Requests for batches of one rank that may wait for the encoder; a client has at most two."""
 
 
-class _Link(Protocol):
-    """A way to the ranks."""
+class Link(Protocol):
+    """A way to the ranks. It is open from its making to `aclose`, and delivers messages from `start` on."""
 
     address: str
 
     def start(
-        self, loop: asyncio.AbstractEventLoop, on_message: Callable[[bytes, list[Any]], None]
+        self,
+        loop: asyncio.AbstractEventLoop,
+        on_message: Callable[[bytes, list[Any]], None],
+        *,
+        peers: Callable[[], Iterable[bytes]],
+        on_lost: Callable[[bytes], None],
     ) -> None: ...
     def send(self, peer: bytes, frames: Frames) -> None: ...
     async def aclose(self) -> None: ...
+
+
+def open_link(bind: str, *, keys: ServerKeys | None, probe_s: float) -> Link:
+    """Listen at a ZMQ address or `file:///directory`; TrainerLinkError if that cannot be.
+
+    With `keys` (CURVE) only trainers that they name are let in.
+    """
+    if bind.startswith(SCHEME):
+        return FileLink(bind, on_error=lambda error: log.warning("trainer.files_failed", error=error))
+    return BatchSocket(bind, probe_s=probe_s, keys=keys)
 
 
 class BatchServer:
@@ -53,7 +69,7 @@ class BatchServer:
     def __init__(
         self,
         *,
-        bind: str,
+        link: Link,
         world_size: int,
         run: str,
         keep: int,
@@ -67,11 +83,9 @@ class BatchServer:
         on_trained: Callable[[int], None],
         on_done: Callable[[], None],
         when_durable: Callable[[Callable[[], None]], None],
-        keys: ServerKeys | None,
         token: str | None,
-        probe_s: float,
     ) -> None:
-        """Serve `world_size` ranks at `bind`, a ZMQ address or `file:///directory`.
+        """Serve `world_size` ranks over `link`, which is closed with this.
 
         `keep` acknowledged batches stay in memory; `load` reads others back (in a thread). `last_step`
         is where a resumed run stands, `newest_version` asks for the newest published version, -1 while version 0 itself
@@ -80,23 +94,14 @@ class BatchServer:
         answered when `when_durable` calls back, so that what it was told holds after a crash; `on_ack(step)` says that
         every rank has acknowledged, `on_trained(step)` that a published version comes from training on a step.
 
-        With `keys` (CURVE) only trainers that they name are let in, with `token` only those that present it. Restore
-        recovered batches before entering the context.
+        With `token` only trainers that present it are let in. Restore recovered batches before entering the context.
         """
         self._world_size = world_size
         self._load = load
         self._check_version = check_version
         self._on_rank_ack = on_rank_ack
         self._told = asyncio.Event()
-        self._link: _Link
-        if bind.startswith(SCHEME):
-            self._link = FileLink(
-                bind, on_error=lambda error: log.warning("trainer.files_failed", error=error)
-            )
-        else:
-            self._link = BatchSocket(
-                bind, peers=lambda: self._leases.peers, on_lost=self._lost, probe_s=probe_s, keys=keys
-            )
+        self._link = link
         self._leases = Leases(
             self,
             world_size=world_size,
@@ -115,13 +120,15 @@ class BatchServer:
             on_told=self._told.set,
             when_durable=when_durable,
         )
-        self._encoded: dict[int, tuple[int, Frames]] = {}
+        self._encoded: dict[int, tuple[tuple[int, int], Frames]] = {}
         self._encoding: dict[asyncio.Future[Frames | None], int] = {}
         self._closed = False
 
     async def __aenter__(self) -> Self:
         self._loop = asyncio.get_running_loop()
-        self._link.start(self._loop, self._leases.receive)
+        self._link.start(
+            self._loop, self._leases.receive, peers=lambda: self._leases.peers, on_lost=self._lost
+        )
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="batch-encoder")
         log.info("trainer.listening", address=self.address, world_size=self._world_size)
         return self
@@ -187,49 +194,51 @@ class BatchServer:
         if not self._closed:
             self._link.send(peer, [encode(message)])
 
-    def serve(self, peer: bytes, request_id: int, step: int, rank: int, batch: Batch | None) -> None:
+    def serve(self, rank: Rank, request_id: int, step: int, batch: Batch | None) -> None:
         """Called by `Leases`: encode in the thread, then send."""
         if self._closed:
             return
-        encoded = self._encoded.get(rank)
-        if encoded is not None and encoded[0] == step:
+        number, peer = rank.number, rank.peer
+        encoded = self._encoded.get(number)
+        if encoded is not None and encoded[0] == (step, rank.protocol):
             self._link.send(peer, [encode(Served(request_id, step)), *encoded[1]])
             return
-        if sum(asker == rank for asker in self._encoding.values()) >= _MAX_ASKED:
+        if sum(asker == number for asker in self._encoding.values()) >= _MAX_ASKED:
             reason = (
-                f"rank {rank} has asked for {_MAX_ASKED} batches that it has not got yet; ask again later"
+                f"rank {number} has asked for {_MAX_ASKED} batches that it has not got yet; ask again later"
             )
             self.send(peer, Missing(request_id, reason))
             return
         future = self._loop.run_in_executor(self._threads, self._encode, step, rank, batch)
-        self._encoding[future] = rank
-        future.add_done_callback(lambda done: self._send_encoded(done, peer, request_id, step, rank))
+        self._encoding[future] = number
+        future.add_done_callback(lambda done: self._send_encoded(done, rank, request_id, step))
 
-    def _encode(self, step: int, rank: int, batch: Batch | None) -> Frames | None:
+    def _encode(self, step: int, rank: Rank, batch: Batch | None) -> Frames | None:
         if batch is None:
             batch = self._load(step) if self._load else None
-        return None if batch is None else encode_batch(batch, rank, self._world_size)
+        return None if batch is None else encode_batch(batch, rank.number, self._world_size, rank.protocol)
 
     def _send_encoded(
-        self, future: "asyncio.Future[Frames | None]", peer: bytes, request_id: int, step: int, rank: int
+        self, future: "asyncio.Future[Frames | None]", rank: Rank, request_id: int, step: int
     ) -> None:
         del self._encoding[future]
         if self._closed or future.cancelled():
             return
+        number, peer = rank.number, rank.peer
         try:
             frames = future.result()
         except Exception as error:
             # Whatever it was, the rank waits for an answer, and somebody must be able to find out.
-            log.exception("trainer.batch_failed", step=step, rank=rank)
+            log.exception("trainer.batch_failed", step=step, rank=number)
             reason = (
-                f"the batch of step {step} cannot be served to rank {rank} of {self._world_size}: {error}"
+                f"the batch of step {step} cannot be served to rank {number} of {self._world_size}: {error}"
             )
             self.send(peer, Missing(request_id, reason))
             return
         if frames is None:
             self.send(peer, Missing(request_id, self._leases.explain_missing(step)))
             return
-        self._encoded[rank] = (step, frames)
+        self._encoded[number] = ((step, rank.protocol), frames)
         self._link.send(peer, [encode(Served(request_id, step)), *frames])
 
     def _check(self, version: int, path: str | None, decided: Callable[[str], None]) -> None:
@@ -241,7 +250,7 @@ class BatchServer:
         self._check_version(version, path, while_open)
 
     def _rank_acked(self, step: int, rank: int) -> None:
-        if rank in self._encoded and self._encoded[rank][0] <= step:
+        if rank in self._encoded and self._encoded[rank][0][0] <= step:
             del self._encoded[rank]
         self._on_rank_ack(step, rank)
 

@@ -23,9 +23,11 @@ def env_spec(**fields: Any) -> EnvSpec:
         "system_prompt": None,
         "api_key_env": None,
         "python": None,
+        "module_dirs": (),
         "workers": 1,
         "addresses": (),
         "capacity": 256,
+        "seed": 0,
         "ready_timeout_s": 120.0,
         "silence_timeout_s": 30.0,
         "reconnect_timeout_s": 600.0,
@@ -38,6 +40,7 @@ def env_spec(**fields: Any) -> EnvSpec:
         "log_dir": Path("logs"),
         "log_level": "info",
         "log_format": "json",
+        "report": None,
     }
     return EnvSpec(**(defaults | fields))
 

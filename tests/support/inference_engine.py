@@ -79,8 +79,14 @@ class ScriptedEngine:
 
     async def stop(self) -> None:
         if self._runner is not None:
+            server = self._runner.server
+            assert server is not None
             await self._runner.cleanup()
             self._runner = None
+            # A connection that was just being accepted reaches the server some rounds of the loop later.
+            for _ in range(5):
+                await asyncio.sleep(0)
+            await server.shutdown(0)
 
     def restart(self) -> None:
         """What an engine forgets when its process ends and starts again."""
