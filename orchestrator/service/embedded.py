@@ -81,6 +81,10 @@ class EmbeddedRun:
         shown = None if path is None else str(path)
         return await self._while_serving(self._client.publish(version, shown), outlives=False)
 
+    async def report(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Numbers of a step for people, such as loss or logprob_mismatch; TrainerLinkError when they are refused."""
+        await self._while_serving(self._client.report(step, metrics), outlives=False)
+
     async def _while_serving(self, doing: Coroutine[Any, Any, T], *, outlives: bool) -> T:
         """Await something of the run; its error instead, if that comes first. `outlives`: an ended run answers it too."""
         if self._serving.done() and not outlives:

@@ -8,16 +8,27 @@ from pathlib import Path
 import pytest
 import structlog
 
+import orchestrator
 from orchestrator.errors import TrainerLinkError
 from orchestrator.local.server import run_policy_server
 from orchestrator.trainer import AsyncTrainerClient
-from tests.integration.service_fixture import env, make_config, running_service
+from tests.integration.service_fixture import env, make_config, running_service, settings
 
 
 @pytest.fixture
 async def base_url() -> AsyncIterator[str]:
     async with run_policy_server() as url:
         yield url
+
+
+async def test_a_run_inside_a_program_takes_reports_too(tmp_path: Path, base_url: str) -> None:
+    """The program is the trainer; the run shows its numbers."""
+    values = settings(tmp_path / "run", base_url, [env("Dice")])
+    async with orchestrator.running(values) as run:
+        batch = await run.next_batch()
+        assert batch is not None
+        await run.report(batch.step, {"loss": 0.25})
+        assert run.status().reports["loss"].value == 0.25
 
 
 @pytest.mark.parametrize("transport", ["zmq", "filesystem"])
