@@ -190,3 +190,18 @@ def test_the_trainers_of_the_page_about_trainers_work(tmp_path: Path) -> None:
         assert trained.returncode == 0, trained.stderr
         assert trained.stdout.splitlines()[-1] == "the run is over: max_steps reached"
         assert service.wait(60) == 0
+
+
+@pytest.mark.timeout(180)
+def test_the_programs_that_run_the_service_themselves_work(small: Path) -> None:
+    """The one of the README with nothing beside it, the one of the page about trainers with a configuration."""
+    files_of(README, small)
+    learnt = run_all("python learn.py", small)
+    assert learnt.returncode == 0, learnt.stderr
+    assert [line.split()[0] for line in learnt.stdout.splitlines()[:3]] == ["1", "2", "3"]
+    assert len(json.loads(learnt.stdout.splitlines()[3])) == 4
+    files_of(ROOT / "docs" / "trainer.md", small)
+    ended = run_all("python one_program.py small.toml", small)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout == "the run is over: max_steps reached\n"
+    assert json.loads((small / "runs" / "small" / "summary.json").read_text())["version"] == 3

@@ -193,6 +193,11 @@ class Run:
         return self.parts.versions.serving
 
     @property
+    def all_acknowledged(self) -> bool:
+        """Whether every rank is done with the last batch of the run."""
+        return self.settings.max_steps is not None and self.acknowledged >= self.settings.max_steps
+
+    @property
     def idle(self) -> bool:
         """Whether no group is open."""
         return not self.parts.dispatcher.flight.busy
@@ -326,8 +331,8 @@ class Run:
 
     def _end_if_complete(self) -> None:
         """End once every step is acknowledged, the last version is loaded and its evaluations are done."""
-        steps, versions = self.settings.max_steps, self.parts.versions
-        if steps is None or self.acknowledged < steps:
+        versions = self.parts.versions
+        if not self.all_acknowledged:
             return
         if self.parts.evaluations.idle and versions.serving == versions.published:
             self.end("max_steps reached")

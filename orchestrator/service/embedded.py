@@ -156,7 +156,8 @@ async def running(
                 await _abandon(service, serving)
                 raise
             await client.leave()
-            if not serving.done():
+            # Behind the last batch the last version is still loaded and evaluated; then the run ends by itself.
+            if not serving.done() and not service.run.all_acknowledged:
                 service.stop.reason = "the program left the run"
                 service.stop.set()
             try:

@@ -126,7 +126,7 @@ def _troubles(status: Status) -> list[str]:
         if env.minimum_waived
     ]
     lines += [
-        f'env "{name}": {env.failed} of {env.failed + env.completed} rollouts failed, the last: {env.failure}'
+        f'env "{name}": {env.failed} of {env.failed + env.completed} rollouts did not end well, the last: {env.failure}'
         for name, env in status.envs.items()
         if env.failure and (env.quarantined or env.failed >= FAILED_SHARE * (env.failed + env.completed))
     ]

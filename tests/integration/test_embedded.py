@@ -143,9 +143,9 @@ async def test_a_batch_is_acknowledged_in_words_or_by_leaving_in_peace(tmp_path:
     assert run.summary is not None
     assert run.summary["end"] == "the program left the run"
     async with orchestrator.running(config) as run:
-        batch = await run.next_batch()
-        assert batch is not None
-        assert batch.step == 3
+        third = await run.next_batch()
+        assert third is not None
+        assert third.step == 3
 
 
 async def test_versions_are_published_while_a_batch_is_waited_for(tmp_path: Path, policy: str) -> None:
