@@ -55,8 +55,14 @@ class Queue(Protocol):
     def queued(self) -> Mapping[str, int]:
         """What each env has queued."""
 
+    def queued_by_version(self) -> Mapping[tuple[str, int], int]:
+        """What each env has queued of each version."""
+
     def minimums(self) -> Mapping[str, int]:
         """What every batch must have of each env."""
+
+    def reserved(self, batches: int) -> Mapping[str, int]:
+        """What so many batches will have of each env at least, in whole groups."""
 
     def needed(self, coming: Mapping[str, int]) -> Collection[str]:
         """Envs of which the next batch needs more than is queued and coming; none while no batch is wanted."""

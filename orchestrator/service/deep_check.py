@@ -141,9 +141,12 @@ async def _ask_engine(config: Config, base_url: str, found: Findings) -> None:
                     f"{where}: it answers {status}; set inference.api_key_env to the variable with its key"
                 )
                 return
-            guess = url.removesuffix("/v1") if url.endswith("/v1") else f"{url}/v1"
-            _, there = await _models(session, guess)
-            hint = f"; {guess} does, did you mean that?" if there else "; is it an OpenAI-compatible server?"
+            root = "/".join(url.split("/")[:3])
+            guesses = dict.fromkeys([url.removesuffix("/v1"), f"{url}/v1", f"{root}/v1"])
+            hint = "; is it an OpenAI-compatible server?"
+            for guess in guesses:
+                if guess != url and (await _models(session, guess))[1] is not None:
+                    hint = f"; {guess} does, did you mean that?"
             found.problems.append(f"{where}: /models answers {status} and names no model{hint}")
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
             found.problems.append(f"{where}: it does not answer ({error or type(error).__name__}); is it up?")

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.adapters.venvs import CHECKOUT, CLASSIC, REASONING_GYM, V1, Venv
+from tests.adapters.venvs import CHECKOUT, CLASSIC, DATASET, REASONING_GYM, V1, Venv
 
 HERE = Path(__file__).parent
 
@@ -29,6 +29,7 @@ class Driver:
             "UV_CACHE_DIR": str(venv.path / "uv-cache"),
             "HF_HUB_OFFLINE": "1",
             "VF_LOG_LEVEL": "ERROR",
+            "PYTHONHASHSEED": "0",  # as in every env server
         }
         self._log = (home / "log").open("w+")
         self._process = subprocess.Popen(
@@ -102,12 +103,18 @@ def driver(venv: Venv) -> Iterator[Driver]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Whatever asks for a library's virtualenv is a test of `make test-adapters`; the others need nothing foreign."""
     for item in items:
-        if {"reasoning_gym", "classic", "v1"} & set(getattr(item, "fixturenames", ())):
+        if {"reasoning_gym", "classic", "v1", "dataset"} & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.adapters)
 
 
 @pytest.fixture(scope="session")
 def reasoning_gym() -> Iterator[Driver]:
+    yield from driver(REASONING_GYM)
+
+
+@pytest.fixture(scope="session")
+def reasoning_gym_again() -> Iterator[Driver]:
+    """A second process."""
     yield from driver(REASONING_GYM)
 
 
@@ -119,3 +126,8 @@ def classic() -> Iterator[Driver]:
 @pytest.fixture(scope="session")
 def v1() -> Iterator[Driver]:
     yield from driver(V1)
+
+
+@pytest.fixture(scope="session")
+def dataset() -> Iterator[Driver]:
+    yield from driver(DATASET)
