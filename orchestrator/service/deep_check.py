@@ -86,7 +86,7 @@ async def _try_env(env: Env, folder: Path) -> EnvReport | str:
         await trial.spawn()
         await trial.connect()
     except EnvError as error:
-        return str(error)
+        return str(error).partition("\nits log: ")[0]  # which goes with the folder
     finally:
         await trial.shutdown()
     return read_report(report) or EnvReport([], {})
