@@ -31,10 +31,21 @@ class Loader(Protocol):
 
 LOADERS: Mapping[str, str] = {
     "builtin": "envs.loader:BUILTINS",
+    "dataset": "envs.dataset.environment:LOADER",
     "reasoning_gym": "envs.adapters.reasoning_gym:LOADER",
     "verifiers": "envs.adapters.verifiers:LOADER",
 }
 """Loaders by name; a loader that is not here can be given in the id as "module:attr::environment"."""
+
+FAMILIES: Mapping[str, str] = {
+    "builtin::<name>": "comes along; short examples that the small local policy learns",
+    "dataset::<file>": "rows of JSON lines, Parquet or a Hugging Face folder, with a prompt and a scorer; no Python",
+    "reasoning_gym::<dataset>": "puzzles of reasoning-gym, generated without end",
+    "verifiers::<environment>": "environments of verifiers, either generation",
+    "<domain>::<dataset>": "a rollout function and a dataset loader, named in [domains] of the configuration",
+    "module:Class": "an envs.Environment of your own, found from the working directory",
+}
+"""The forms that an id can have, each with a line for lists; docs/environments.md tells about each."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,11 +15,13 @@ from pathlib import Path
 
 import pytest
 
+import orchestrator
+
 ROOT = Path(__file__).parent.parent
 ALLOWED_IN_ENVS = {"aiohttp", "msgspec", "numpy", "structlog", "uvloop", "yarl", "zmq"}
 """yarl comes with aiohttp; uvloop is used where it is there."""
 
-LIBRARIES_OF_ADAPTERS = {"datasets", "openai", "reasoning_gym", "verifiers"}
+LIBRARIES_OF_ADAPTERS = {"datasets", "math_verify", "openai", "reasoning_gym", "verifiers"}
 
 
 def modules(*packages: str) -> dict[str, Path]:
@@ -110,6 +112,17 @@ HEAVY = {
 def test_importing_the_package_loads_nothing_heavy() -> None:
     """`import orchestrator` starts nothing and costs next to nothing."""
     assert loaded_by("import orchestrator, orchestrator.cli") & HEAVY == set()
+
+
+def test_what_programs_call_is_imported_when_it_is_asked_for() -> None:
+    """Every name that the package lists is there, and none of them costs anything before."""
+    assert set(orchestrator.__all__) <= set(dir(orchestrator))
+    for name in orchestrator.__all__:
+        assert getattr(orchestrator, name) is not None
+    assert loaded_by("import orchestrator; dir(orchestrator)") & HEAVY == set()
+    assert {"aiohttp", "zmq"} <= loaded_by("from orchestrator import running, rollouts")
+    with pytest.raises(AttributeError, match="has no attribute 'runing'"):
+        _ = orchestrator.runing
 
 
 def test_a_trainer_imports_little() -> None:

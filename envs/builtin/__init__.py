@@ -31,5 +31,9 @@ BUILTIN = {
         "envs.builtin.lookup:Lookup",
         "ask a tool for a value and pass it on; two turns, a slow tool of 200 ms",
     ),
+    "calculator": BuiltinEnvironment(
+        "envs.builtin.calculator:Calculator",
+        "work out a sum, with a calculator as a tool; a tool loop, instant",
+    ),
 }
 """Name → environment, for ids of the form `builtin::<name>`."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from envs.errors import EnvironmentLoadError
-from envs.loader import LOADERS, find_loader
+from envs.loader import FAMILIES, LOADERS, find_loader
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -192,10 +192,15 @@ def _add_keygen(verbs: "Commands") -> None:
 
 
 def _list(arguments: argparse.Namespace) -> int:
+    width = max(map(len, FAMILIES))
+    for form, told in FAMILIES.items():
+        print(f"{form:<{width}}  {told}")
+    print()
     for loader_name in LOADERS:
         try:
             loader = find_loader(loader_name)
-            names = loader.names()
+            # A name in angle brackets stands for any: the list of families has it.
+            names = [name for name in loader.names() if not name.startswith("<")]
         except EnvironmentLoadError as error:
             print(f"{loader_name}::…  cannot be used yet: {error}")
             continue
@@ -203,7 +208,6 @@ def _list(arguments: argparse.Namespace) -> int:
         width = max(map(len, names), default=0)
         for name in names:
             print(f"{loader_name}::{name:<{width}}  {about(name) if about else ''}".rstrip())
-    print("module:Class  an envs.Environment of your own, found from the working directory")
     return 0
 
 

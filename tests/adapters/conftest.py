@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.adapters.venvs import CHECKOUT, CLASSIC, REASONING_GYM, V1, Venv
+from tests.adapters.venvs import CHECKOUT, CLASSIC, DATASET, REASONING_GYM, V1, Venv
 
 HERE = Path(__file__).parent
 
@@ -103,7 +103,7 @@ def driver(venv: Venv) -> Iterator[Driver]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Whatever asks for a library's virtualenv is a test of `make test-adapters`; the others need nothing foreign."""
     for item in items:
-        if {"reasoning_gym", "classic", "v1"} & set(getattr(item, "fixturenames", ())):
+        if {"reasoning_gym", "classic", "v1", "dataset"} & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.adapters)
 
 
@@ -126,3 +126,8 @@ def classic() -> Iterator[Driver]:
 @pytest.fixture(scope="session")
 def v1() -> Iterator[Driver]:
     yield from driver(V1)
+
+
+@pytest.fixture(scope="session")
+def dataset() -> Iterator[Driver]:
+    yield from driver(DATASET)

@@ -76,7 +76,8 @@ class Venv:
 REASONING_GYM = Venv("reasoning-gym", ("reasoning-gym>=0.1.24",))
 CLASSIC = Venv("verifiers-classic", ("verifiers>=0.2,<0.4", "reasoning-gym>=0.1.24"))
 V1 = Venv("verifiers-v1", ("verifiers>=0.4,<0.5", "uv>=0.6"))
-ALL = (REASONING_GYM, CLASSIC, V1)
+DATASET = Venv("dataset", ("datasets>=3", "jsonschema>=4.20", "math-verify[antlr4-13-2]>=0.7", "pyarrow>=17"))
+ALL = (REASONING_GYM, CLASSIC, V1, DATASET)
 
 
 def main() -> int:

@@ -23,6 +23,7 @@ import structlog
 import zmq
 
 from envs import Environment, Model, Rollout, Task, wire
+from envs.loader import LOADERS
 from orchestrator.cli.env import UsageError, parse_pairs, register
 from orchestrator.cli.env_serve import build_specs, shown_addresses, worker_addresses
 from tests.support.chat_endpoint import ChatEndpoint, chat_endpoint, completion, status
@@ -126,6 +127,14 @@ def test_list_shows_every_built_in_with_a_line_about_it(capsys: pytest.CaptureFi
     assert "builtin::reverse" in shown
     assert "write a word backwards" in shown
     assert "module:Class" in shown
+
+
+def test_list_begins_with_the_families_and_how_each_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every loader has a line, also one whose library is missing here."""
+    assert run("list") == 0
+    families = capsys.readouterr().out.partition("\n\n")[0].splitlines()
+    assert [line.split("::")[0] for line in families if "::" in line] == [*LOADERS, "<domain>"]
+    assert any(line.startswith("dataset::<file>  ") for line in families)
 
 
 def test_try_without_a_server_uses_the_local_policy(capsys: pytest.CaptureFixture[str]) -> None:

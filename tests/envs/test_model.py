@@ -583,3 +583,12 @@ def test_token_ids_keep_their_values() -> None:
     turn = read_turn(decode_completion(body, endpoint="e"), endpoint="e")
     assert turn.prompt.tolist() == [0, 2**31 - 1]
     assert turn.prompt.dtype == np.int32
+
+
+def test_extra_body_is_unpacked_into_the_request() -> None:
+    """As the clients of the chat API do it; what it sets is a sampling parameter like any other."""
+    settings = ModelSettings(model="m", sampling={"top_p": 0.9, "extra_body": {"mirostat": 2}}, train=False)
+    assert settings.request == {"model": "m", "top_p": 0.9, "mirostat": 2}
+    assert settings.sampling == {"top_p": 0.9, "mirostat": 2}
+    with pytest.raises(ValueError, match="must not set stream"):
+        ModelSettings(model="m", sampling={"extra_body": {"stream": True}})

@@ -198,7 +198,7 @@ def test_slack_is_what_whole_groups_may_leave_of_a_batch(
         train={"env": envs}, batch={"size": batch, "on_stuck": on_stuck}, staleness={"max_versions": 0}
     )
     world = World(settings_of(made), {"e0": Behaviour(), "e1": Behaviour()})
-    room = world.run.parts.pace.room(queued={}, minimums={})
+    room = world.run.parts.pace.room({}, {}, lambda batches: {})
     left = slack if on_stuck == "wait" else 0
     assert [n for n in range(1, batch + 1) if room.admits("e0", n)] == list(range(1, batch - left + 1))
 
