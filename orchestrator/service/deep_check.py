@@ -90,7 +90,8 @@ async def _try_env(env: Env, folder: Path) -> EnvReport | str:
         await trial.spawn()
         await trial.connect()
     except EnvError as error:
-        return str(error)
+        # Its log goes with the folder; the lines of a traceback stay apart from the next problem.
+        return re.sub(r"\nits log: .*", "", str(error)).replace("\n", "\n    ")
     finally:
         await trial.shutdown()
     return read_report(report) or EnvReport([], {})
