@@ -1,11 +1,10 @@
 """How far ahead of the trainer work may run.
 
-`pace` admits a group only while every group under way, queued or in flight, can still be trained in time: with `k`
-batches left for the newest version, what the envs have under way and what their minimums will ask for fits into `k`
-batches. It holds a batch back while that batch would take newer work and leave more of an older version behind than
-its remaining batches can hold. So nothing that is finished is thrown away. `drop` admits freely, and what became too
-old is given up. Sizes are in the unit of the batch. Every loss gives its budget back, because the budget is computed
-from what is under way and never counted down. Pure arithmetic: no clock, no I/O.
+`pace` admits a group only while every group under way, queued or in flight, can still be trained in time, with what
+minimums will ask for beside it; it says what the next batch must have, and holds it back while that is still in
+flight. So nothing that is finished is thrown away; `backlog` has the arithmetic and says why. `drop` admits freely, and
+what became too old is given up. Sizes are in the unit of the batch. Every loss gives its budget back, because the
+budget is computed from what is under way and never counted down. Pure: no clock, no I/O.
 """
 
 from collections import Counter

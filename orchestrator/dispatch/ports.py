@@ -1,6 +1,6 @@
 """What dispatch asks of its neighbours, the rules it follows, and the instructions it gives."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -47,6 +47,9 @@ class EvalSource(Protocol):
     """Where evaluation tasks come from."""
 
     def next_eval(self, eligible: Collection[str]) -> EvalTask | None: ...
+    @property
+    def waiting(self) -> Sequence[str]:
+        """Envs of which there are tasks left."""
 
 
 class Queue(Protocol):

@@ -347,13 +347,14 @@ class TrainSink:
     def _evict(self, now: float) -> None:
         oldest = self._versions.oldest_allowed(self._versions.formed + 1)
         evicted: Sequence[Group] = self._buffer.evict_older_than(oldest)
+        again = [self._tasks.retry(group.task) for group in evicted]
+        # The rest of a group that was split cannot be asked again: the other part of it is trained on.
+        whole = sum(self._size(group) for group, asked in zip(evicted, again, strict=True) if asked)
         # Less than a group: what the last one of a batch brought beyond it, and no later batch may use.
-        little = self._pace.mode == "pace" and sum(map(self._size, evicted)) <= self._yields.largest()
-        for group in evicted:
+        little = self._pace.mode == "pace" and whole <= self._yields.largest()
+        for group, asked in zip(evicted, again, strict=True):
             self._count(group, -1)
-            # The rest of a group that was split cannot be asked again: the other part of it is trained on.
-            again = self._tasks.retry(group.task)
-            reason = "split_rest" if not again else "surplus" if little else "stale"
+            reason = "split_rest" if not asked else "surplus" if little else "stale"
             self._record.evict_group(group, reason)
             self._mix.on_drop(group.env, group.rollouts, now=now)
             self._facts.dropped(group.env, reason, group.rollouts)
