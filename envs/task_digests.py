@@ -54,6 +54,10 @@ def main() -> int:
     except EnvironmentLoadError as error:
         print(" ".join(str(error).split()), file=sys.stderr)  # noqa: T201  there is no log here
         return EXIT_STARTUP
+    # The environment's own code, which may raise anything; whoever asked shows it.
+    except Exception as error:  # noqa: BLE001  see above
+        print(" ".join(f"{type(error).__name__}: {error}".split()), file=sys.stderr)  # noqa: T201  there is no log here
+        return EXIT_STARTUP
     print(msgspec.json.encode(listed).decode(), file=channel, flush=True)
     return 0
 

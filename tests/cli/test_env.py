@@ -235,9 +235,9 @@ def test_a_check_of_what_cannot_be_loaded_is_one_line(capsys: pytest.CaptureFixt
     """With the environment's own reason."""
     assert run("try", f"{HERE}:NoSetup", "--check") == 2
     said = capsys.readouterr().err
-    assert said.startswith("error: ")
-    assert "OSError: no dataset" in said
-    assert said.count("\n") == 1
+    assert re.fullmatch(
+        r'error: setup of ".*:NoSetup" raised OSError: no dataset, at \S+:\d+ in setup\n', said
+    )
 
 
 def test_try_takes_the_split_from_the_id(endpoint: ChatEndpoint) -> None:
