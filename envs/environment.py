@@ -42,6 +42,11 @@ class Environment(ABC):
         """Whether rewards need the whole group; an environment that only learns it when loaded overrides this."""
         return type(self).score_group is not Environment.score_group
 
+    @property
+    def capacity(self) -> int | None:
+        """Rollouts that it can run at once, asked when `setup` has returned; None leaves it to the configuration."""
+        return None
+
     async def setup(self) -> None:  # noqa: B027  most environments have nothing to load
         """Load what rollouts need; the server is ready only afterwards."""
 

@@ -19,7 +19,7 @@ from envs.importing import ImportReferenceError, import_attribute, nearest
 
 
 class Loader(Protocol):
-    """A family of environments. It may also have `about(name)`, one line for lists."""
+    """A family of environments. For lists it may also have `about(name)`, one line, and `usage`, a line for what has no name."""
 
     def names(self) -> Sequence[str]:
         """The environments there are, or EnvironmentLoadError that says how to install them."""
@@ -30,6 +30,7 @@ class Loader(Protocol):
 
 LOADERS: Mapping[str, str] = {
     "builtin": "envs.loader:BUILTINS",
+    "openenv": "envs.adapters.openenv:LOADER",
     "reasoning_gym": "envs.adapters.reasoning_gym:LOADER",
     "verifiers": "envs.adapters.verifiers:LOADER",
 }

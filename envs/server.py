@@ -141,6 +141,7 @@ class EnvServer:
         try:
             await self._environment.setup()
             counts = {split: responder.tasks_in(split) for split in self._spec.splits}
+            capacity = self._environment.capacity
         # The environment's own code, which may raise anything, exit() included; its traceback belongs into the log.
         except BaseException as error:
             if isinstance(error, asyncio.CancelledError) and self._stopping.is_set():
@@ -150,7 +151,9 @@ class EnvServer:
             self.stop()
             return
         self._responder = responder
-        self._sessions.loaded(count_tasks=responder.tasks_in, group_scored=responder.group_scored)
+        self._sessions.loaded(
+            count_tasks=responder.tasks_in, group_scored=responder.group_scored, capacity=capacity
+        )
         log.info("server.ready", tasks=counts, group_scored=responder.group_scored)
 
     async def _beat(self) -> None:

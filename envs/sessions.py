@@ -94,8 +94,16 @@ class Sessions:
         """How the server is doing."""
         return wire.ServerStats(self.inflight, self.done, self.failed, self.malformed, loop_lag_s, rss_bytes)
 
-    def loaded(self, *, count_tasks: Callable[[str], int | None], group_scored: bool) -> None:
-        """The environment can be used: tell everyone who waits."""
+    def loaded(
+        self,
+        *,
+        count_tasks: Callable[[str], int | None],
+        group_scored: bool,
+        capacity: int | None = None,
+    ) -> None:
+        """The environment can be used: tell everyone who waits. `capacity` is its own limit, if it has one."""
+        if capacity is not None:
+            self._capacity = max(1, min(self._capacity, capacity))
         self._count_tasks = count_tasks
         self._group_scored = group_scored
         for session in list(self._sessions.values()):

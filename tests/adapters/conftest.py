@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.adapters.venvs import CHECKOUT, CLASSIC, REASONING_GYM, V1, Venv
+from tests.adapters.venvs import CHECKOUT, CLASSIC, OPENENV, REASONING_GYM, V1, Venv
 
 HERE = Path(__file__).parent
 
@@ -54,6 +54,10 @@ class Driver:
         """What a loader can load."""
         names: list[str] = self._ask({"names": loader})["names"]
         return names
+
+    def call(self, function: str, **args: Any) -> Any:
+        """What a function of the environments' modules returns there."""
+        return self._ask({"call": function, "args": args})["returned"]
 
     def _ask(self, scenario: dict[str, Any]) -> dict[str, Any]:
         assert self._process.stdin is not None
@@ -102,7 +106,7 @@ def driver(venv: Venv) -> Iterator[Driver]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Whatever asks for a library's virtualenv is a test of `make test-adapters`; the others need nothing foreign."""
     for item in items:
-        if {"reasoning_gym", "classic", "v1"} & set(getattr(item, "fixturenames", ())):
+        if {"reasoning_gym", "classic", "v1", "openenv"} & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.adapters)
 
 
@@ -119,3 +123,8 @@ def classic() -> Iterator[Driver]:
 @pytest.fixture(scope="session")
 def v1() -> Iterator[Driver]:
     yield from driver(V1)
+
+
+@pytest.fixture(scope="session")
+def openenv() -> Iterator[Driver]:
+    yield from driver(OPENENV)

@@ -21,6 +21,7 @@ from envs import wire
 from envs.answering import Responder
 from envs.environment import Environment
 from envs.errors import EnvironmentLoadError
+from envs.importing import import_attribute
 from envs.inference_client import InferenceClient
 from envs.loader import find_loader, load_environment
 from envs.model import ModelSettings
@@ -54,6 +55,7 @@ class ScriptedServer:
         self.requests.append(body)
         turn = sum(message["role"] == "assistant" for message in body["messages"])
         reply = next(self._turns[min(turn, len(self._turns) - 1)])
+        await asyncio.sleep(reply.get("delay_s", 0.0))
         if "status" in reply:
             return web.json_response({"error": {"message": reply["error"]}}, status=reply["status"])
         message = {"role": "assistant", "content": reply.get("content", "")}
@@ -113,8 +115,8 @@ async def play(scenario: Mapping[str, Any], environment: Environment) -> dict[st
         train=scenario.get("train", True),
     )
     async with server.running(), InferenceClient(limit=64) as client:
-        await environment.setup()
         try:
+            await environment.setup()
             responder = Responder(environment, client=client, env="tested")
             splits = {split: responder.tasks_in(split) for split in scenario.get("splits", ["train"])}
             requests = [
@@ -128,6 +130,7 @@ async def play(scenario: Mapping[str, Any], environment: Environment) -> dict[st
             return {
                 "tasks": splits,
                 "group_scored": responder.group_scored,
+                "capacity": environment.capacity,
                 "answers": [readable(answer.result()) for answer in answers],
                 "requests": server.requests,
             }
@@ -154,11 +157,13 @@ def answer(scenario: Mapping[str, Any]) -> dict[str, Any]:
     """Load the environment as a server does, on the main thread and before the loop, and play."""
     if "names" in scenario:
         return {"names": list(find_loader(scenario["names"]).names())}
+    if "call" in scenario:
+        return {"returned": import_attribute(scenario["call"], what="function")(**scenario["args"])}
     try:
         environment = load_environment(scenario["id"], scenario.get("args", {}))
+        return asyncio.run(play(scenario, environment))
     except EnvironmentLoadError as error:
         return {"load_error": str(error)}
-    return asyncio.run(play(scenario, environment))
 
 
 def main() -> None:

@@ -41,6 +41,14 @@ class Quick(Environment):
         return fixed_rollout(task["index"])
 
 
+class Narrow(Quick):
+    """Can run three rollouts at once, whatever the configuration says."""
+
+    @property
+    def capacity(self) -> int | None:
+        return 3
+
+
 class Unbounded(Quick):
     """Tasks without end."""
 
