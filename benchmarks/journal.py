@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from benchmarks.frame import Figure, median_and_spread
 from envs import wire
 from orchestrator.config.sections import JournalConfig, TrainerConfig
-from orchestrator.groups.group import Batch, Group
+from orchestrator.groups.group import Batch, Group, plain_facts
 from orchestrator.journal import Journal
 from orchestrator.tasks.task import TrainTask
 
@@ -127,6 +127,9 @@ class Receiver:
             logprobs,
             rewards,
             rewards - rewards.mean(),
+            plain_facts(ROLLOUTS, version=0, version_end=0),
+            b"",
+            0,
             transcript,
         )
         self.parts, self.transcripts = [], []
@@ -235,7 +238,9 @@ def recovery_s(groups: int) -> float:
         async with open_journal(run_dir) as journal:
             for position in range(groups):
                 task = TrainTask("env", "train", position, 0, position)
-                journal.record_group(Group(task, 0, 0, ROLLOUTS, (TOKENS,) * ROLLOUTS, *arrays))
+                facts = plain_facts(ROLLOUTS, version=0, version_end=0)
+                lengths = (TOKENS,) * ROLLOUTS
+                journal.record_group(Group(task, 0, 0, ROLLOUTS, lengths, *arrays, facts, b"", 0))
             await journal.flush()
         started = time.process_time()
         async with open_journal(run_dir) as journal:

@@ -15,7 +15,7 @@ import numpy as np
 import zmq
 
 from benchmarks.frame import Figure, median_and_spread
-from orchestrator.groups.group import Batch, Group
+from orchestrator.groups.group import Batch, Group, plain_facts
 from orchestrator.tasks.task import TrainTask
 from orchestrator.trainer import TrainerClient
 from orchestrator.trainer_link.server import PROBE_S, BatchServer
@@ -35,7 +35,9 @@ def make_batch(step: int) -> Batch:
         logprobs = -rng.random(total, dtype=np.float32)
         rewards = rng.random(GROUP, dtype=np.float32)
         mask = np.ones(total, np.uint8)
-        groups.append(Group(task, 0, 0, GROUP, (TOKENS,) * GROUP, tokens, mask, logprobs, rewards, rewards))
+        facts = plain_facts(GROUP, version=0, version_end=0)
+        arrays = (tokens, mask, logprobs, rewards, rewards, facts)
+        groups.append(Group(task, 0, 0, GROUP, (TOKENS,) * GROUP, *arrays, b"", 0))
     return Batch(step, step - 1, tuple(groups))
 
 

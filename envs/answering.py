@@ -5,10 +5,12 @@ becomes a `Failure`: an exception of any kind (also exit() and a cancellation of
 that do not fit, the wrong type, a result too large to be sent. A request gets exactly one answer, as frames ready
 to be sent. Cancellation by the caller passes through.
 A group's rollouts run side by side and are scored together; the first that fails fails the group and
-stops the others.
+stops the others. While tasks are listed or looked up, the global random generators are seeded, so that an index is
+the same task in every process; each result carries the task's digest, by which that is checked.
 """
 
 import asyncio
+import contextlib
 import math
 import traceback
 from collections import Counter
@@ -16,10 +18,12 @@ from collections import Counter
 import structlog
 
 from envs import wire
+from envs.digests import digest_of
 from envs.environment import Environment, Task, Tasks, is_group_scored
-from envs.errors import RolloutFailure
+from envs.errors import NoExceptionError, RolloutFailure, stopped_by_caller
 from envs.model import ChatClient, Model, ModelSettings
 from envs.rollout import InvalidRolloutError, Rollout, fits_float32
+from envs.seeding import seeded
 
 log = structlog.get_logger()
 
@@ -27,19 +31,20 @@ _DETAIL_CHARS = 8000
 _MESSAGE_CHARS = 2000
 _LOGGED_IN_FULL = 20
 _LOGGED_EVERY = 100
-
-
-class _NoException(Exception):  # noqa: N818  its cause is the error
-    """Stands for what an environment raised that is no Exception: SystemExit, KeyboardInterrupt, …"""
+_DIGESTS_KEPT = 1 << 16
+SAMPLED = 2
+"""Tasks of a split whose digests a server declares when it is ready: the first ones."""
 
 
 class Responder:
     """Answers the requests for one environment with one HTTP client."""
 
-    def __init__(self, environment: Environment, *, client: ChatClient, env: str) -> None:
+    def __init__(self, environment: Environment, *, client: ChatClient, env: str, seed: int = 0) -> None:
         self._environment = environment
         self._client = client
         self._env = env
+        self._seed = seed
+        self._digests: dict[tuple[str, int], int] = {}
         self._splits: dict[str, Tasks] = {}
         self._failures: Counter[str] = Counter()
         self.group_scored = is_group_scored(environment)
@@ -48,15 +53,30 @@ class Responder:
         """Number of tasks in a split, None when unbounded; whatever the environment raises passes through."""
         return _length(self._tasks(split))
 
-    async def answer(self, request: wire.Request, settings: ModelSettings) -> list[bytes]:
+    def samples_of(self, split: str) -> dict[int, int]:
+        """Digests of the first tasks of a split, by index; a task that cannot be made has none."""
+        count = _length(self._tasks(split))
+        digests = {}
+        for index in range(SAMPLED if count is None else min(count, SAMPLED)):
+            # The environment's own code; whoever asks for the task learns what it raises.
+            with contextlib.suppress(Exception):
+                digests[index] = self._digest(split, index, self._look_up(split, index))
+        return digests
+
+    async def answer(
+        self, request: wire.Request, settings: ModelSettings, *, protocol: int = wire.PROTOCOL
+    ) -> list[bytes]:
         """Do what is asked and return the message that answers it."""
         try:
             async with asyncio.timeout(request.timeout_s or None) as deadline:
-                rollouts = await self._rollouts(request, settings)
-            return wire.encode_result(request.id, rollouts)
+                task = self._task(request)
+                rollouts = await self._rollouts(request, settings, task)
+            # Only now: a task that is made when it is looked into was made by its rollout, where that takes no time.
+            digest = self._digest(request.split, request.index, task)
+            return wire.encode_result(request.id, rollouts, digest=digest, protocol=protocol)
         # Anything an environment raises is the rollout's outcome; the server and its other requests go on.
         except BaseException as error:
-            if _by_caller(error):
+            if stopped_by_caller(error):
                 raise
             failure = _failure(
                 request, error, timed_out=isinstance(error, TimeoutError) and deadline.expired()
@@ -64,54 +84,43 @@ class Responder:
             self._log(request, failure)
             return [wire.encode(failure)]
 
-    async def _rollouts(self, request: wire.Request, settings: ModelSettings) -> list[Rollout]:
+    async def _rollouts(self, request: wire.Request, settings: ModelSettings, task: Task) -> list[Rollout]:
         if self.group_scored and request.kind != "group":
             raise RolloutFailure(
                 "not_a_group", "the environment scores whole groups; run a group", retryable=False
             )
-        task = self._task(request)
+        environment, model = self._environment, self._model(request, settings)
         if request.kind == "rollout":
-            return [await self._attempt(request, settings, task)]
-        async with asyncio.TaskGroup() as members:
-            name = _running_name()
-            attempts = [
-                members.create_task(self._attempt(request, settings, task), name=f"{name} #{member}")
-                for member in range(request.count)
-            ]
-        rollouts = [attempt.result() for attempt in attempts]
-        rewards = await self._environment.score_group(task, rollouts)
-        if not isinstance(rewards, (list, tuple)) or len(rewards) != len(rollouts):
-            shown = (
-                f"{len(rewards)} rewards" if isinstance(rewards, (list, tuple)) else type(rewards).__name__
+            return [_checked(await environment.rollout(task, model), train=settings.train)]
+        rollouts = await environment.rollout_group(task, model, request.count)
+        if not isinstance(rollouts, (list, tuple)) or len(rollouts) != request.count:
+            raise InvalidRolloutError(
+                f"rollout_group must return {request.count} rollouts, got {_counted(rollouts)}"
             )
-            raise InvalidRolloutError(f"score_group must return {len(rollouts)} rewards, got {shown}")
+        rollouts = [_checked(rollout, train=settings.train) for rollout in rollouts]
+        rewards = await environment.score_group(task, rollouts)
+        if not isinstance(rewards, (list, tuple)) or len(rewards) != len(rollouts):
+            raise InvalidRolloutError(
+                f"score_group must return {len(rollouts)} rewards, got {_counted(rewards, 'rewards')}"
+            )
         for rollout, reward in zip(rollouts, rewards, strict=True):
             rollout.reward = _finite(reward, "reward")
         return rollouts
 
-    async def _attempt(self, request: wire.Request, settings: ModelSettings, task: Task) -> Rollout:
-        model = Model(
+    def _model(self, request: wire.Request, settings: ModelSettings) -> Model:
+        return Model(
             settings,
             client=self._client,
             base_url=request.base_url,
             session=request.session,
             cache_salt=request.cache_salt,
         )
-        try:
-            rollout = await self._environment.rollout(task, model)
-            return _checked(rollout, train=settings.train)
-        except Exception:
-            raise
-        # In a task of its own, as a group's members are, a SystemExit would end the event loop.
-        except BaseException as error:
-            if _by_caller(error):
-                raise
-            raise _NoException from error
 
     def _tasks(self, split: str) -> Tasks:
         tasks = self._splits.get(split)
         if tasks is None:
-            tasks = self._splits[split] = self._environment.tasks(split)
+            with seeded(self._seed, split):
+                tasks = self._splits[split] = self._environment.tasks(split)
         return tasks
 
     def _task(self, request: wire.Request) -> Task:
@@ -123,7 +132,26 @@ class Responder:
                 f'split "{request.split}" has {count} tasks, asked for {request.index}',
                 retryable=False,
             )
-        return tasks[request.index]
+        return self._look_up(request.split, request.index)
+
+    def _look_up(self, split: str, index: int) -> Task:
+        tasks = self._tasks(split)
+        kind: type = type(tasks)
+        if kind in (list, tuple):  # nothing is made by looking it up
+            return tasks[index]
+        with seeded(self._seed, split, index):
+            return tasks[index]
+
+    def _digest(self, split: str, index: int, task: Task) -> int:
+        """The digest of a task, made once as long as it is remembered."""
+        digest = self._digests.get((split, index))
+        if digest is None:
+            with seeded(self._seed, split, index):
+                digest = digest_of(self._environment.identity(task))
+            if len(self._digests) >= _DIGESTS_KEPT:
+                self._digests.clear()
+            self._digests[split, index] = digest
+        return digest
 
     def _log(self, request: wire.Request, failure: wire.Failure) -> None:
         """Say how a request failed; a kind that keeps happening is thinned out so that it cannot fill the disk."""
@@ -146,7 +174,7 @@ def _failure(request: wire.Request, error: BaseException, *, timed_out: bool) ->
     """What an exception means for the request."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    if isinstance(error, _NoException) and error.__cause__ is not None:
+    if isinstance(error, NoExceptionError) and error.__cause__ is not None:
         error = error.__cause__
     kind, retryable, detail = "error", isinstance(error, OSError), "".join(traceback.format_exception(error))
     message = f"{type(error).__name__}: {_text(error)}"
@@ -162,12 +190,6 @@ def _failure(request: wire.Request, error: BaseException, *, timed_out: bool) ->
     return wire.Failure(
         request.id, _text(kind)[:100], message[:_MESSAGE_CHARS], retryable, _text(detail[-_DETAIL_CHARS:])
     )
-
-
-def _by_caller(error: BaseException) -> bool:
-    """Whether it is the cancellation that the server itself asked for."""
-    current = asyncio.current_task()
-    return isinstance(error, asyncio.CancelledError) and current is not None and current.cancelling() > 0
 
 
 def _text(value: object) -> str:
@@ -193,6 +215,9 @@ def _checked(rollout: object, *, train: bool) -> Rollout:
             numbers_by_name[name] = _finite(value, f'{what} "{name}"')
     if not isinstance(rollout.stop_reason, str):
         raise InvalidRolloutError(f"stop_reason must be text, got {rollout.stop_reason!r}")
+    for sequence in rollout.sequences:
+        if sequence.reward is not None:
+            sequence.reward = _finite(sequence.reward, f'the reward of seat "{sequence.seat}"')
     # Evaluations ask for no token ids, so they carry no sequences.
     if train or rollout.sequences:
         rollout.check()
@@ -219,6 +244,8 @@ def _length(tasks: Tasks) -> int | None:
         return None
 
 
-def _running_name() -> str:
-    current = asyncio.current_task()
-    return current.get_name() if current is not None else "request"
+def _counted(values: object, what: str = "") -> str:
+    """How many there are, of what should be a list."""
+    if isinstance(values, (list, tuple)):
+        return f"{len(values)} {what}".strip()
+    return type(values).__name__

@@ -1,4 +1,4 @@
-"""The chat completion as inference servers return it, decoded once and checked.
+"""Chat and text completions as inference servers return them, decoded once and checked.
 
 Knows where token ids and log-probabilities are: vLLM puts `prompt_token_ids` at the top and `token_ids` in
 the choice; SGLang puts both in the choice (`return_token_ids`), or the sampled ids beside the
@@ -7,7 +7,7 @@ log-probabilities are those of OpenAI's `logprobs.content`, else those of `meta_
 skipped without being built. Pure: bytes in, values or a `RolloutFailure` out.
 """
 
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -75,17 +75,73 @@ class Completion(msgspec.Struct):
     sglext: SglExt | None = None
 
 
+class TextLogprobs(msgspec.Struct):
+    """Log-probabilities of the sampled tokens as the text completions have them."""
+
+    token_logprobs: list[Logprob] | None = None
+
+
+class TextChoice(msgspec.Struct):
+    """One answer of `/completions`."""
+
+    text: str
+    finish_reason: str | None = None
+    token_ids: list[TokenId] | None = None
+    prompt_token_ids: list[TokenId] | None = None
+    logprobs: TextLogprobs | None = None
+    meta_info: MetaInfo | None = None
+
+
+class TextCompletion(msgspec.Struct):
+    """The answer of `/completions`."""
+
+    choices: list[TextChoice]
+    prompt_token_ids: list[TokenId] | None = None
+    usage: Usage | None = None
+    sglext: SglExt | None = None
+
+
 _decoder = msgspec.json.Decoder(Completion)
+_text_decoder = msgspec.json.Decoder(TextCompletion)
+
+
+def decode_text_completion(body: bytes, *, endpoint: str) -> Completion:
+    """The answer of `/completions` in the shape of a chat completion: its text is the assistant's message."""
+    text = _decode(_text_decoder, body, endpoint, "completion")
+    choice = text.choices[0]
+    logprobs = choice.logprobs.token_logprobs if choice.logprobs is not None else None
+    return Completion(
+        [
+            Choice(
+                {"role": "assistant", "content": choice.text},
+                choice.finish_reason,
+                choice.token_ids,
+                choice.prompt_token_ids,
+                None if logprobs is None else Logprobs([TokenLogprob(value) for value in logprobs]),
+                choice.meta_info,
+            )
+        ],
+        text.prompt_token_ids,
+        text.usage,
+        text.sglext,
+    )
 
 
 def decode_completion(body: bytes, *, endpoint: str) -> Completion:
     """The typed completion; an answer of another shape is a retryable failure that names the endpoint."""
+    return _decode(_decoder, body, endpoint, "chat completion")
+
+
+C = TypeVar("C", Completion, TextCompletion)
+
+
+def _decode(decoder: "msgspec.json.Decoder[C]", body: bytes, endpoint: str, what: str) -> C:
     try:
-        completion = _decoder.decode(body)
+        completion = decoder.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RolloutFailure(
             FailureKind.BAD_RESPONSE,
-            f"{endpoint} did not answer with a chat completion: {error}",
+            f"{endpoint} did not answer with a {what}: {error}",
             retryable=True,
         ) from None
     if len(completion.choices) != 1:
@@ -97,8 +153,8 @@ def decode_completion(body: bytes, *, endpoint: str) -> Completion:
     return completion
 
 
-def read_turn(completion: Completion, *, endpoint: str) -> Turn:
-    """Token ids and log-probabilities of a completion that is to be trained on."""
+def read_turn(completion: Completion, *, endpoint: str, temperature: float | None = None) -> Turn:
+    """Token ids and log-probabilities of a completion that is to be trained on, asked for with a temperature."""
     choice = completion.choices[0]
     meta = choice.meta_info.output_token_logprobs if choice.meta_info is not None else None
     prompt = _first(completion.prompt_token_ids, choice.prompt_token_ids)
@@ -128,6 +184,8 @@ def read_turn(completion: Completion, *, endpoint: str) -> Turn:
         np.array(prompt, dtype=np.int32),
         np.array(sampled, dtype=np.int32),
         np.array(logprobs, dtype=np.float32),
+        temperature,
+        choice.finish_reason or "stop",
     )
 
 

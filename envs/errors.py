@@ -6,6 +6,7 @@ secret. An environment may raise `RolloutFailure` itself to say that a failure i
 any other exception that leaves `Environment.rollout` is a failure of kind "error".
 """
 
+import asyncio
 from enum import StrEnum
 from functools import lru_cache
 from urllib.parse import urlsplit, urlunsplit
@@ -46,6 +47,16 @@ class RolloutFailure(Exception):  # noqa: N818  an outcome that is counted, not 
         self.kind = str(kind)
         self.message = message
         self.retryable = retryable
+
+
+class NoExceptionError(Exception):
+    """Stands for what an environment raised that is no Exception (SystemExit, KeyboardInterrupt, …): its cause."""
+
+
+def stopped_by_caller(error: BaseException) -> bool:
+    """Whether it is the cancellation of the running task that somebody asked for, and not the environment's own."""
+    current = asyncio.current_task()
+    return isinstance(error, asyncio.CancelledError) and current is not None and current.cancelling() > 0
 
 
 class EnvironmentLoadError(ValueError):

@@ -63,7 +63,7 @@ class _Refusal:
 
 
 class InferenceClient:
-    """Posts chat requests. Used as an async context manager, inside a running event loop."""
+    """Posts chat and completion requests. Used as an async context manager, inside a running event loop."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class InferenceClient:
         self._max_response_bytes = max_response_bytes
         self._sleep = sleep
         self._session: aiohttp.ClientSession | None = None
-        self._urls: dict[str, URL] = {}
+        self._urls: dict[tuple[str, str], URL] = {}
         self._jitter = (
             random.Random()
         )  # spreads retries in time only; nothing that is trained on depends on it
@@ -112,9 +112,16 @@ class InferenceClient:
 
     async def chat(self, base_url: str, body: bytes, headers: Mapping[str, str]) -> bytes:
         """The body of a successful answer of `<base_url>/chat/completions`, or RolloutFailure."""
-        url = self._urls.get(base_url)
+        return await self._post(base_url, "/chat/completions", body, headers)
+
+    async def complete(self, base_url: str, body: bytes, headers: Mapping[str, str]) -> bytes:
+        """The same of `<base_url>/completions`."""
+        return await self._post(base_url, "/completions", body, headers)
+
+    async def _post(self, base_url: str, path: str, body: bytes, headers: Mapping[str, str]) -> bytes:
+        url = self._urls.get((base_url, path))
         if url is None:
-            url = self._urls[base_url] = _chat_url(base_url)
+            url = self._urls[base_url, path] = _url(base_url, path)
         attempt = 0
         while True:
             attempt += 1
@@ -173,9 +180,9 @@ class InferenceClient:
         return b"".join(chunks)
 
 
-def _chat_url(base_url: str) -> URL:
+def _url(base_url: str, path: str) -> URL:
     try:
-        url = URL(base_url.rstrip("/") + "/chat/completions")
+        url = URL(base_url.rstrip("/") + path)
         usable = url.scheme in ("http", "https") and bool(url.host)
     except ValueError:
         usable = False

@@ -16,18 +16,23 @@ from envs.rollout import Float32s, Int32s, Sequence
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Turn:
-    """Token ids of one call: the prompt as the engine saw it, what it sampled, and the log-probabilities."""
+    """Token ids of one call: the prompt as the engine saw it, what it sampled, and the log-probabilities.
+
+    `temperature` is what was asked for, None for the engine's own; `stop_reason` is why it ended.
+    """
 
     prompt: Int32s
     completion: Int32s
     logprobs: Float32s
+    temperature: float | None = None
+    stop_reason: str | None = None
 
     def __len__(self) -> int:
         return len(self.prompt) + len(self.completion)
 
 
-def merge_turns(turns: Iterable[Turn]) -> list[Sequence]:
-    """The sequences of a rollout, in order. Sequences in which nothing was sampled are left out."""
+def merge_turns(turns: Iterable[Turn], *, seat: str = "", reward: float | None = None) -> list[Sequence]:
+    """The sequences of a rollout, or of one of its seats, in order. Those in which nothing was sampled are left out."""
     sequences = []
     chain: list[Turn] = []
     for turn in turns:
@@ -37,7 +42,9 @@ def merge_turns(turns: Iterable[Turn]) -> list[Sequence]:
         chain.append(turn)
     if chain:
         sequences.append(chain)
-    return [_sequence(chain) for chain in sequences if any(len(turn.completion) for turn in chain)]
+    return [
+        _sequence(chain, seat, reward) for chain in sequences if any(len(turn.completion) for turn in chain)
+    ]
 
 
 def extends(turn: Turn, previous: Turn) -> bool:
@@ -50,7 +57,7 @@ def extends(turn: Turn, previous: Turn) -> bool:
     )
 
 
-def _sequence(chain: list[Turn]) -> Sequence:
+def _sequence(chain: list[Turn], seat: str, reward: float | None) -> Sequence:
     """One sequence of turns that extend each other: the last turn holds every token of the earlier ones."""
     last = chain[-1]
     tokens = np.concatenate((last.prompt, last.completion))
@@ -60,4 +67,15 @@ def _sequence(chain: list[Turn]) -> Sequence:
         start, end = len(turn.prompt), len(turn)
         mask[start:end] = 1
         logprobs[start:end] = turn.logprobs
-    return Sequence(tokens=tokens, mask=mask, logprobs=logprobs)
+    temperature, reason = last.temperature, last.stop_reason
+    return Sequence(
+        tokens=tokens,
+        mask=mask,
+        logprobs=logprobs,
+        reward=reward,
+        seat=seat,
+        # Turns of several temperatures have none in common.
+        temperature=temperature if all(turn.temperature == temperature for turn in chain) else None,
+        stop_reason=reason,
+        truncated=None if reason is None else any(turn.stop_reason == "length" for turn in chain),
+    )

@@ -10,7 +10,7 @@ import msgspec
 
 from envs.rollout import Float32s, Int32s, Uint8s
 
-PROTOCOL = 1
+PROTOCOL = 2
 """The version that this release speaks by itself; raised whenever a message changes its meaning. See `envs.wire.VERSIONS`."""
 
 MAX_MESSAGE_BYTES = 256 * 1024 * 1024
@@ -28,11 +28,13 @@ MAX_COUNT = 4096
 SERVER_LOST = "server_lost"
 """Kind of the failure that a client gives the requests of a server that went away; no server may say it."""
 
-RESULT_FRAMES = 5
-"""Header, tokens, masks, log-probabilities, transcripts."""
+RESULT_FRAMES = 3
+"""Header, arrays, transcripts."""
 
 Id = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Index = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+Digest = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+"""63 bits of a hash of a task's content (`envs.digests`), 0 where none was made; the same task has the same everywhere."""
 Name = Annotated[str, msgspec.Meta(max_length=1024)]
 
 
@@ -101,17 +103,18 @@ class Welcome(msgspec.Struct, tag="welcome", frozen=True):
     host: Name
 
 
-class Ready(msgspec.Struct, tag="ready", frozen=True):
+class Ready(msgspec.Struct, tag="ready", frozen=True, omit_defaults=True):
     """The environment is loaded and requests are welcome.
 
     `tasks` has the number of tasks per asked split, None where unbounded. `capacity` is the number of
-    rollouts that this client may have in flight here.
+    rollouts that this client may have in flight here. `samples` has the digests of a few tasks per asked split, by index.
     """
 
     env: Name
     tasks: dict[Name, Index | None]
     group_scored: bool
     capacity: Annotated[int, msgspec.Meta(ge=1, le=2**20)]
+    samples: dict[Name, dict[Index, Digest]] = {}
 
 
 class Refused(msgspec.Struct, tag="refused", frozen=True):
@@ -125,22 +128,33 @@ class Expired(msgspec.Struct, tag="expired", frozen=True):
     """The server holds no lease for this connection, so nothing of it is under way; say hello again."""
 
 
-class RolloutHeader(msgspec.Struct, frozen=True):
-    """One rollout of a result; `lengths` are the tokens of each of its sequences."""
+class RolloutHeader(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One rollout of a result; `lengths` are the tokens of each of its sequences.
+
+    The lists from `seats` on have one entry per sequence, or none where every sequence is as the rollout is: without
+    a seat, with its reward, temperature and end.
+    """
 
     reward: float
     lengths: list[Annotated[int, msgspec.Meta(ge=1, lt=2**31)]]
-    stop_reason: str
-    truncated: bool
-    metrics: dict[str, float]
-    timings: dict[str, float]
+    stop_reason: str = "stop"
+    truncated: bool = False
+    metrics: dict[str, float] = {}
+    timings: dict[str, float] = {}
+    temperature: float | None = None
+    seats: list[Name] = []
+    rewards: list[float] = []
+    temperatures: list[float | None] = []
+    stop_reasons: list[str] = []
+    truncations: list[bool] = []
 
 
-class ResultHeader(msgspec.Struct, tag="result", frozen=True):
-    """A request ended well; the array frames follow. An evaluation's rollouts may have no sequences."""
+class ResultHeader(msgspec.Struct, tag="result", frozen=True, omit_defaults=True):
+    """A request ended well; the other frames follow. An evaluation's rollouts may have no sequences."""
 
     id: Id
     rollouts: Annotated[list[RolloutHeader], msgspec.Meta(min_length=1, max_length=MAX_COUNT)]
+    digest: Digest = 0
 
 
 class Failure(msgspec.Struct, tag="failure", frozen=True, omit_defaults=True):
@@ -200,6 +214,7 @@ class Result(msgspec.Struct, frozen=True, eq=False):
     mask: Uint8s
     logprobs: Float32s
     transcript: bytes
+    digest: int = 0
 
 
 FromServer = Welcome | Ready | Refused | Expired | Failure | Pong | Drained | Result

@@ -1,9 +1,10 @@
-"""The policy as an environment sees it: `chat` to ask it, `rollout` to hand in what came of it.
+"""The policy as an environment sees it: `chat` or `complete` to ask it, `rollout` to hand in what came of it.
 
 One `Model` belongs to one rollout and is cheap to make; what all rollouts of a client share (model name,
 sampling, system prompt, key) is computed once in `ModelSettings`. Every turn is recorded; when the rollout
 is trained on, with the token ids and log-probabilities that the engine returned, merged into sequences by
-token prefix. Evaluations ask for no token ids and carry no sequences.
+token prefix. Evaluations ask for no token ids and carry no sequences. A rollout that plays several parts has a model
+for each (`seat`), with sequences and rewards of their own; calls that are no part of it go through `unrecorded`.
 Does no HTTP itself: bytes go through a `ChatClient`, whose retries and limits are its own affair.
 """
 
@@ -15,7 +16,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from envs.completion import Completion, Usage, decode_completion, read_turn
+from envs.completion import Completion, Usage, decode_completion, decode_text_completion, read_turn
 from envs.errors import FailureKind, RolloutFailure, shown_url
 from envs.merging import Turn, merge_turns
 from envs.rollout import Rollout
@@ -24,7 +25,7 @@ Message = Mapping[str, Any]
 """One message of the OpenAI chat API."""
 
 RESERVED = frozenset(
-    {"messages", "model", "n", "stream", "stream_options", "tools", "logprobs", "return_token_ids"}
+    {"messages", "prompt", "model", "n", "stream", "stream_options", "tools", "logprobs", "return_token_ids"}
 )
 """Request fields that are decided here and that sampling must not set."""
 
@@ -34,6 +35,9 @@ class ChatClient(Protocol):
 
     async def chat(self, base_url: str, body: bytes, headers: Mapping[str, str]) -> bytes:
         """Post a chat request and return the body of the answer, or raise RolloutFailure."""
+
+    async def complete(self, base_url: str, body: bytes, headers: Mapping[str, str]) -> bytes:
+        """The same for a text completion."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +70,7 @@ class Reply:
     """What the policy answered in one turn.
 
     `message` is the assistant message, ready to be appended to the conversation. `truncated` says that the
-    token limit ended it.
+    token limit ended it. `turn` has the token ids and log-probabilities, where the rollout is trained on.
     """
 
     text: str
@@ -76,6 +80,7 @@ class Reply:
     reasoning: str
     usage: Usage
     duration_s: float
+    turn: Turn | None = None
 
     @property
     def truncated(self) -> bool:
@@ -91,6 +96,8 @@ class Model:
         "_client",
         "_headers",
         "_replies",
+        "_seat",
+        "_seats",
         "_sent",
         "_settings",
         "_started",
@@ -116,6 +123,8 @@ class Model:
         self._replies: list[Reply] = []
         self._sent: list[dict[str, Any]] = []
         self._transcript: list[dict[str, Any]] = []
+        self._seat = ""
+        self._seats: dict[str, Model] = {}
         self._started = time.perf_counter()
 
     @property
@@ -147,6 +156,30 @@ class Model:
         settings = self._settings
         if name is not None and name != settings.model:
             settings = replace(settings, model=name, system_prompt=None, train=False)
+        return self._like(settings)
+
+    def seat(self, name: str) -> "Model":
+        """The model of one seat of the rollout; the same for the same name.
+
+        Its turns are handed in by the `rollout` of the model that it comes from, as sequences of that seat, and may have
+        a reward of their own there. Rewards are compared with those of the same seat in the group's other rollouts.
+        """
+        if not name or not isinstance(name, str):
+            raise ValueError(f"a seat needs a name, got {name!r}")
+        if name not in self._seats:
+            other = self._like(self._settings)
+            other._seat, other._seats = name, self._seats
+            self._seats[name] = other
+        return self._seats[name]
+
+    def unrecorded(self) -> "Model":
+        """The same policy for what is no part of the rollout, a judgement of it for example.
+
+        What is said there is neither trained on nor in the transcript.
+        """
+        return self._like(replace(self._settings, train=False))
+
+    def _like(self, settings: ModelSettings) -> "Model":
         other = Model(settings, client=self._client, base_url=self._base_url, cache_salt=self._cache_salt)
         other._headers = self._headers
         return other
@@ -164,54 +197,104 @@ class Model:
         request = {**self._settings.request, "messages": conversation}
         if tools:
             request["tools"] = tools
+        started = time.perf_counter()
+        body = await self._client.chat(self._base_url, self._body(request, sampling), self._headers)
+        completion = decode_completion(body, endpoint=shown_url(self._base_url))
+        reply = self._take(completion, request, time.perf_counter() - started)
+        self._record(conversation, reply)
+        return reply
+
+    async def complete(self, prompt: str | Seq[int], **sampling: Any) -> Reply:
+        """Have the policy go on with a raw text, or with token ids, without a chat template and a system prompt.
+
+        Otherwise as `chat`. Engines stop after 16 tokens unless `max_tokens` says more.
+        """
+        tokens = None if isinstance(prompt, str) else [int(token) for token in prompt]
+        request = {**self._settings.request, "prompt": prompt if tokens is None else tokens}
+        if self._settings.train:
+            request["logprobs"] = 1  # a number here, where chats have a yes
+        if "max_completion_tokens" in request:
+            request.setdefault("max_tokens", request.pop("max_completion_tokens"))
+        started = time.perf_counter()
+        body = await self._client.complete(self._base_url, self._body(request, sampling), self._headers)
+        completion = decode_text_completion(body, endpoint=shown_url(self._base_url))
+        if tokens is not None and completion.prompt_token_ids is None:
+            completion.prompt_token_ids = tokens
+        reply = self._take(completion, request, time.perf_counter() - started)
+        shown = prompt if isinstance(prompt, str) else f"({len(prompt)} token ids)"
+        self._record([{"role": "user", "content": shown}], reply)
+        return reply
+
+    def _body(self, request: dict[str, Any], sampling: Mapping[str, Any]) -> bytes:
+        """The request as it is sent, with what this turn wants otherwise."""
         if self._cache_salt:
             request["cache_salt"] = self._cache_salt
         if sampling:
             _refuse_reserved(sampling)
             request |= sampling
-        started = time.perf_counter()
-        body = await self._client.chat(self._base_url, msgspec.json.encode(request), self._headers)
+        return msgspec.json.encode(request)
+
+    def _take(self, completion: Completion, request: Mapping[str, Any], duration_s: float) -> Reply:
+        """The reply in an answer, its turn recorded."""
         endpoint = shown_url(self._base_url)
-        completion = decode_completion(body, endpoint=endpoint)
-        reply = _reply(completion, time.perf_counter() - started)
-        if reply.finish_reason == "abort":
+        if completion.choices[0].finish_reason == "abort":
             raise RolloutFailure(
                 FailureKind.ABORTED,
                 f"{endpoint} aborted the request before it was complete",
                 retryable=True,
             )
+        turn = None
         if self._settings.train:
-            self._turns.append(read_turn(completion, endpoint=endpoint))
+            turn = read_turn(completion, endpoint=endpoint, temperature=request.get("temperature"))
+            self._turns.append(turn)
+        reply = _reply(completion, duration_s, turn)
         self._replies.append(reply)
-        self._record(conversation, reply)
         return reply
 
     def rollout(
         self,
-        reward: float,
+        reward: float | None = None,
         *,
+        rewards: Mapping[str, float] | None = None,
         metrics: Mapping[str, float] | None = None,
         messages: Seq[Message] | None = None,
         stop_reason: str | None = None,
         truncated: bool | None = None,
         timings: Mapping[str, float] | None = None,
     ) -> Rollout:
-        """What this attempt yields; all but the reward is filled in from the recorded turns unless given."""
-        sequences = merge_turns(self._turns)
-        if self._turns and not sequences:
+        """What this attempt yields; all but the reward is filled in from the recorded turns unless given.
+
+        `rewards` are those of seats; a seat that has none there has the rollout's, which is their mean unless given.
+        """
+        rewards = dict(rewards or {})
+        played = [self] if self._seat else [self, *self._seats.values()]
+        unknown = [seat for seat in rewards if seat not in {model._seat for model in played}]
+        if unknown:
+            raise ValueError(f"no seat {unknown[0]!r} was played; seats are {sorted(self._seats)}")
+        if reward is None:
+            if not rewards:
+                raise TypeError("rollout needs a reward, or rewards of seats")
+            reward = sum(rewards.values()) / len(rewards)
+        sequences = [
+            sequence
+            for model in played
+            for sequence in merge_turns(model._turns, seat=model._seat, reward=rewards.get(model._seat))
+        ]
+        replies = [reply for model in played for reply in model._replies]
+        if not sequences and any(model._turns for model in played):
             raise RolloutFailure(
                 FailureKind.EMPTY_COMPLETION,
                 f"{shown_url(self._base_url)} sampled no token in any turn",
                 retryable=True,
             )
         if messages is None:
-            messages = self._transcript
+            messages = [message for model in played for message in model._said()]
         if stop_reason is None:
-            stop_reason = self._replies[-1].finish_reason if self._replies else "stop"
+            stop_reason = replies[-1].finish_reason if replies else "stop"
         if truncated is None:
-            truncated = any(reply.truncated for reply in self._replies)
+            truncated = any(reply.truncated for reply in replies)
         total = time.perf_counter() - self._started
-        inference = sum(reply.duration_s for reply in self._replies)
+        inference = sum(reply.duration_s for reply in replies)
         return Rollout(
             sequences=sequences,
             reward=reward,
@@ -221,6 +304,12 @@ class Model:
             truncated=truncated,
             timings={"total": total, "inference": inference, **(timings or {})},
         )
+
+    def _said(self) -> list[dict[str, Any]]:
+        """The transcript; a seat's messages say whose they are."""
+        if not self._seat:
+            return self._transcript
+        return [{**message, "seat": self._seat} for message in self._transcript]
 
     def _with_system_prompt(self, messages: Seq[Message]) -> list[dict[str, Any]]:
         """The conversation as it is sent: the configured system prompt comes first, once."""
@@ -249,7 +338,7 @@ class Model:
         self._sent = conversation
 
 
-def _reply(completion: Completion, duration_s: float) -> Reply:
+def _reply(completion: Completion, duration_s: float, turn: Turn | None) -> Reply:
     choice = completion.choices[0]
     # Servers fill the message with nulls; what is sent back in the next turn should hold only what was said.
     message = {key: value for key, value in choice.message.items() if value is not None and value != []}
@@ -265,6 +354,7 @@ def _reply(completion: Completion, duration_s: float) -> Reply:
         reasoning=reasoning if isinstance(reasoning, str) else "",
         usage=completion.usage or Usage(),
         duration_s=duration_s,
+        turn=turn,
     )
 
 

@@ -2,8 +2,8 @@
 
 Invariants, enforced by `Rollout.check` where a rollout is made and by the wire where it arrives: the three
 arrays of a sequence have one length; token ids are not negative; the mask holds 0 and 1, and at least one 1;
-log-probabilities are finite, not positive, and 0 where the mask is 0; rewards, metrics and timings fit into a
-float32. Arrays keep their compact types (int32, uint8, float32) from the environment to the trainer; nothing
+log-probabilities are finite, not positive, and 0 where the mask is 0; rewards, metrics, timings and temperatures
+fit into a float32. Arrays keep their compact types (int32, uint8, float32) from the environment to the trainer; nothing
 turns them into lists.
 """
 
@@ -33,11 +33,20 @@ class InvalidRolloutError(ValueError):
 
 @dataclass(slots=True)
 class Sequence:
-    """One training sample; `mask` is 1 where the policy sampled the token, `logprobs` is 0 elsewhere."""
+    """One training sample; `mask` is 1 where the policy sampled the token, `logprobs` is 0 elsewhere.
+
+    `seat` is whose part it is in a rollout that plays several. What is None is as the rollout's: its reward, why it
+    ended, whether a limit cut it. `temperature` is what its tokens were sampled with, None where nobody knows.
+    """
 
     tokens: Int32s
     mask: Uint8s
     logprobs: Float32s
+    reward: float | None = None
+    seat: str = ""
+    temperature: float | None = None
+    stop_reason: str | None = None
+    truncated: bool | None = None
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -58,6 +67,16 @@ class Sequence:
             raise InvalidRolloutError(
                 f"tokens, mask and logprobs differ in length: {len(self.tokens)}, {len(self.mask)}, {len(self.logprobs)}"
             )
+        if self.reward is not None and not _is_number(self.reward):
+            raise InvalidRolloutError(
+                f"the reward of a sequence must be a finite number, got {self.reward!r}"
+            )
+        if self.temperature is not None and not _is_number(self.temperature):
+            raise InvalidRolloutError(f"temperature must be a finite number, got {self.temperature!r}")
+        if not isinstance(self.seat, str) or not isinstance(self.stop_reason, str | None):
+            raise InvalidRolloutError(
+                f"seat and stop_reason must be text, got {self.seat!r} and {self.stop_reason!r}"
+            )
         flaw = find_flaw(self.tokens, self.mask, self.logprobs, [len(self.tokens)])
         if flaw:
             raise InvalidRolloutError(flaw)
@@ -67,7 +86,7 @@ class Sequence:
 class Rollout:
     """One attempt: what the policy produced and what it earned.
 
-    `messages` is the transcript for people; training reads only the sequences. `timings` are seconds by name.
+    `reward` is that of every sequence that has none of its own. `messages` is the transcript for people; training reads only the sequences. `timings` are seconds by name.
     """
 
     sequences: list[Sequence]
@@ -99,10 +118,6 @@ class Rollout:
                 raise InvalidRolloutError(f'metric "{name}" must be a finite number, got {value!r}')
 
 
-_least, _most = np.minimum.reduce, np.maximum.reduce
-"""What the methods `min` and `max` of an array call, at half their cost for short ones."""
-
-
 def find_flaw(tokens: Int32s, mask: Uint8s, logprobs: Float32s, lengths: Seq[int]) -> str:
     """What is wrong with sequences of these lengths (at least 1 each), one behind the other; empty when nothing is.
 
@@ -110,23 +125,25 @@ def find_flaw(tokens: Int32s, mask: Uint8s, logprobs: Float32s, lengths: Seq[int
     """
     if not len(tokens):
         return "" if not len(lengths) else "the sequence is empty"
-    if _least(tokens) < 0:
+    # Where the largest is costs a sixth of what the largest costs; a NaN counts as both the largest and the smallest.
+    if tokens.item(tokens.argmin()) < 0:
         return "a token id is negative"
-    if _most(mask) > 1:
+    if mask.item(mask.argmax()) > 1:
         return "the mask holds something else than 0 and 1"
     raw, start = mask.tobytes(), 0
     for length in lengths:
         if raw.find(1, start, start + length) < 0:
             return "no token of the sequence was sampled by the policy (mask is all zero)"
         start += length
-    # NaN passes through both, and compares as false.
-    lowest, highest = _least(logprobs), _most(logprobs)
+    lowest, highest = logprobs.item(logprobs.argmin()), logprobs.item(logprobs.argmax())
     if not (lowest > -math.inf and highest < math.inf):
         return "logprobs contain NaN or infinity"
     if highest > MAX_LOGPROB:
         return f"a log-probability is {highest:g}, above 0"
-    if 0 in raw and np.logical_or.reduce(logprobs, where=mask == 0):
-        return "a token that the policy did not sample (mask 0) has a log-probability"
+    if 0 in raw:
+        stray = logprobs.astype(np.bool_) > mask.view(np.bool_)
+        if stray.item(stray.argmax()):
+            return "a token that the policy did not sample (mask 0) has a log-probability"
     return ""
 
 

@@ -32,6 +32,7 @@ from envs.inference_client import InferenceClient
 from envs.lifeline import Lifeline
 from envs.loader import load_environment
 from envs.logs import configure_logging
+from envs.seeding import seeded
 from envs.server_spec import EXIT_STARTUP, ServerSpec
 from envs.sessions import ActiveRequest, Sessions
 from envs.watchdog import LoopWatchdog
@@ -137,10 +138,15 @@ class EnvServer:
         return gatekeeper
 
     async def _load(self, client: InferenceClient) -> None:
-        responder = Responder(self._environment, client=client, env=self._spec.env or self._spec.id)
+        spec = self._spec
+        responder = Responder(self._environment, client=client, env=spec.env or spec.id, seed=spec.seed)
         try:
-            await self._environment.setup()
-            counts = {split: responder.tasks_in(split) for split in self._spec.splits}
+            with seeded(spec.seed, "setup"):
+                await self._environment.setup()
+            counts = {split: responder.tasks_in(split) for split in spec.splits}
+            # Before anybody waits for them: a task may take seconds to be made.
+            for split in spec.splits:
+                responder.samples_of(split)
             capacity = self._environment.capacity
         # The environment's own code, which may raise anything, exit() included; its traceback belongs into the log.
         except BaseException as error:
@@ -152,7 +158,10 @@ class EnvServer:
             return
         self._responder = responder
         self._sessions.loaded(
-            count_tasks=responder.tasks_in, group_scored=responder.group_scored, capacity=capacity
+            count_tasks=responder.tasks_in,
+            sample_tasks=responder.samples_of,
+            group_scored=responder.group_scored,
+            capacity=capacity,
         )
         log.info("server.ready", tasks=counts, group_scored=responder.group_scored)
 
@@ -203,7 +212,8 @@ class EnvServer:
     def _start(self, active: ActiveRequest) -> None:
         assert self._requests is not None
         assert self._responder is not None
-        answering = self._responder.answer(active.request, active.session.settings)
+        session = active.session
+        answering = self._responder.answer(active.request, session.settings, protocol=session.hello.protocol)
         task = self._requests.create_task(answering, name=active.name)
         active.cancel = task.cancel
         self._active.add(task)
@@ -233,7 +243,8 @@ def _resident_bytes() -> int:
 def run_server(spec: ServerSpec, *, on_start: Callable[[EnvServer], None] = lambda server: None) -> int:
     """Load the environment, serve it until told to stop, and return the exit code. Needs the main thread."""
     try:
-        environment = load_environment(spec.id, spec.args)
+        with seeded(spec.seed, "load"):
+            environment = load_environment(spec.id, spec.args)
     except EnvironmentLoadError as error:
         log.error("server.start_failed", why=str(error))
         return EXIT_STARTUP

@@ -12,7 +12,10 @@ EXIT_STARTUP = 3
 
 
 class ServerSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything a server is told: `name` is its own, `env` the environment's. `splits` are loaded before it is ready."""
+    """Everything a server is told: `name` is its own, `env` the environment's. `splits` are loaded before it is ready.
+
+    What is random while the environment is loaded, and while its tasks are made, follows from `seed`.
+    """
 
     name: str
     id: str
@@ -21,6 +24,7 @@ class ServerSpec(msgspec.Struct, frozen=True, kw_only=True):
     args: dict[str, Any] = {}
     splits: list[str] = []
     capacity: int = 256
+    seed: int = 0
     insecure: bool = False
     curve_secret: str = ""
     curve_public: str = ""

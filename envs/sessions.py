@@ -72,6 +72,7 @@ class Sessions:
         self._key_variables = frozenset(key_variables)
         self._sessions: dict[bytes, Session] = {}
         self._count_tasks: Callable[[str], int | None] | None = None
+        self._sample_tasks: Callable[[str], dict[int, int]] = lambda split: {}
         self._group_scored = False
         self.done = 0
         self.failed = 0
@@ -99,12 +100,14 @@ class Sessions:
         *,
         count_tasks: Callable[[str], int | None],
         group_scored: bool,
+        sample_tasks: Callable[[str], dict[int, int]] = lambda split: {},
         capacity: int | None = None,
     ) -> None:
         """The environment can be used: tell everyone who waits. `capacity` is its own limit, if it has one."""
         if capacity is not None:
             self._capacity = max(1, min(self._capacity, capacity))
         self._count_tasks = count_tasks
+        self._sample_tasks = sample_tasks
         self._group_scored = group_scored
         for session in list(self._sessions.values()):
             self._say_ready(session)
@@ -247,9 +250,12 @@ class Sessions:
         if self._count_tasks is None:
             return
         tasks: dict[str, int | None] = {}
+        samples: dict[str, dict[int, int]] = {}
         for split in session.hello.splits:
             try:
                 tasks[split] = self._count_tasks(split)
+                if sampled := self._sample_tasks(split):
+                    samples[split] = sampled
             # The environment's own code: whatever it raises for a split, exit() included, is a reason to refuse the client.
             except BaseException as error:
                 log.exception("split.failed", split=split)
@@ -258,7 +264,7 @@ class Sessions:
                 )
                 self.end(session, "it asked for a split that there is not")
                 return
-        ready = wire.Ready(self._env, tasks, self._group_scored, self._capacity)
+        ready = wire.Ready(self._env, tasks, self._group_scored, self._capacity, samples)
         self._send(session.route, [wire.encode(ready)])
 
     def _say_drained(self, session: Session) -> None:

@@ -102,6 +102,7 @@ class Dispatcher:
         self._end(attempt, Outcome.COMPLETED)
         group = attempt.group
         group.results.append(result)
+        group.spans.append((attempt.version, attempt.endpoint.version_newest))
         group.valid += len(result.rollouts)
         self._settle(group)
 
@@ -258,6 +259,7 @@ class Dispatcher:
         group.waiting -= 1
         group.running[attempt] = None
         attempt.started = now
+        attempt.version = endpoint.version
         self.flight.start(attempt)
         self.ledger.start(group.lane, group.env, attempt.count)
         self._out.append(StartAttempt(attempt))

@@ -25,7 +25,8 @@ class Verdict(StrEnum):
 @dataclass(slots=True, eq=False)
 class PendingGroup:
     """A group being assembled. `version` is the policy version at its first dispatch, `version_end` the newest that
-    any of its endpoints had when a result came from it. `expected` is what it will probably add to the queue."""
+    any of its endpoints had when a result came from it; `spans` has the same two for each result. `expected` is what
+    it will probably add to the queue."""
 
     task: TrainTask
     lane: Lane
@@ -39,6 +40,7 @@ class PendingGroup:
     expected: int = 0
     endpoint: Any = None
     results: list[Result] = field(default_factory=list)
+    spans: list[tuple[int, int]] = field(default_factory=list)
     valid: int = 0
     failed: int = 0
     failure: str = ""
@@ -73,7 +75,7 @@ class Attempt:
     """One attempt at one line of a group; `count` rollouts at once (1, or the whole group when group-scored).
 
     `server` is where room was reserved for it, `request` what the driver sent, `suspect` counts
-    how often a server died under earlier attempts at the same line.
+    how often a server died under earlier attempts at the same line. `version` is what its endpoint had when it started.
     """
 
     group: PendingGroup
@@ -81,6 +83,7 @@ class Attempt:
     number: int = 1
     suspect: int = 0
     started: float = 0.0
+    version: int = 0
     ended: bool = False
     endpoint: Any = None
     server: Any = None

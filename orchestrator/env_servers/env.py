@@ -67,6 +67,11 @@ class Env:
         return self._declared.tasks.get(self.spec.split)
 
     @property
+    def samples(self) -> Mapping[int, int]:
+        """Digests of a few tasks of the split, by index; known once connected."""
+        return self._declared.samples.get(self.spec.split, {})
+
+    @property
     def group_scored(self) -> bool:
         """Whether rewards need the whole group; known once connected."""
         return self._declared.group_scored

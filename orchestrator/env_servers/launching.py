@@ -61,6 +61,7 @@ class EnvSpec:
     workers: int
     addresses: tuple[str, ...]
     capacity: int
+    seed: int
     ready_timeout_s: float
     silence_timeout_s: float
     reconnect_timeout_s: float
@@ -84,6 +85,7 @@ class ServerLauncher:
         self._waiting = waiting
         self._context = context
         self._first: tuple[str, wire.Ready] | None = None
+        self._told_of_tasks = False
         self._directory: PrivateDirectory | None = None
         if len(set(spec.addresses)) != len(spec.addresses):
             raise EnvError(spec.name, f"an address is listed twice: {', '.join(spec.addresses)}")
@@ -153,6 +155,7 @@ class ServerLauncher:
             args=dict(spec.args),
             splits=[spec.split],
             capacity=spec.capacity,
+            seed=spec.seed,
             key_variables=[spec.api_key_env] if spec.api_key_env else [],
             log_level=spec.log_level,
             log_format=spec.log_format,
@@ -213,6 +216,23 @@ class ServerLauncher:
                     f"server {server} declares {what} {getattr(ready, what)!r}, "
                     f"server {first} {getattr(known, what)!r}; all must serve the same",
                 )
+        self._compare_tasks(server, ready.samples.get(self._spec.split, {}))
+
+    def _compare_tasks(self, server: str, samples: Mapping[int, int]) -> None:
+        """Say once that an index is another task on another server, or after a restart; groups of both are dropped."""
+        assert self._first is not None
+        first, known = self._first[0], self._first[1].samples.get(self._spec.split, {})
+        differing = sorted(index for index in samples.keys() & known.keys() if samples[index] != known[index])
+        if differing and not self._told_of_tasks:
+            self._told_of_tasks = True
+            log.error(
+                "env.tasks_differ",
+                env=self._spec.name,
+                servers=[first, server],
+                index=differing[0],
+                effect="groups whose rollouts ran on both are dropped",
+                remedy='seed whatever is random; "orchestrator env try ID --check" shows which tasks differ',
+            )
 
     def explain(self, log_tail: str) -> str:
         """What the last lines of a server's log say in one: its own reason, or the remedy they suggest."""

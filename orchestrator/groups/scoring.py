@@ -1,10 +1,13 @@
 """From a complete group's rewards to advantages, and to the `Group` that is trained on.
 
 An advantage function takes the rewards of one group's rollouts (float64) and returns one advantage per rollout; all
-sequences of a rollout share it. Pure; nothing here knows where rollouts come from.
+sequences of a rollout share it. Where rollouts have seats, it is called once per seat, with the rewards that the rollouts
+earned there: a seat is compared with itself and with nothing else. Pure; nothing here knows where rollouts come from.
 """
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import msgspec
 import numpy as np
@@ -12,10 +15,10 @@ from numpy.typing import NDArray
 
 from envs.importing import ImportReferenceError, import_attribute
 from envs.rollout import Float32s, Int32s, Uint8s
-from envs.wire import Result
+from envs.wire import Result, RolloutHeader
 from orchestrator.dispatch.work import PendingGroup
 from orchestrator.errors import ConfigError
-from orchestrator.groups.group import Group
+from orchestrator.groups.group import FACTS, Facts, Group, encode_details
 
 Floats = NDArray[np.float64]
 AdvantageFunction = Callable[[Floats], Floats]
@@ -74,31 +77,116 @@ def group_rewards(pending: PendingGroup) -> Floats:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """One seat of a group: the reward that each rollout which played it earned there, and its sequences.
+
+    `counts` are the sequences of each of these rollouts, `places` where they are in the group (None: all, in order).
+    """
+
+    rewards: Floats
+    counts: list[int]
+    places: list[int] | None = None
+
+
+def seats_of(pending: PendingGroup) -> list[Seat]:
+    """The seats of a group, each to be compared with itself; nearly always one."""
+    rollouts = [rollout for result in pending.results for rollout in result.rollouts]
+    if not any(rollout.seats or rollout.rewards for rollout in rollouts):
+        return [Seat(group_rewards(pending), [len(rollout.lengths) for rollout in rollouts])]
+    found: dict[str, tuple[list[float], list[int], list[int]]] = {}
+    place = 0
+    for rollout in rollouts:
+        mine: dict[str, int] = {}
+        for number in range(len(rollout.lengths)):
+            name = rollout.seats[number] if rollout.seats else ""
+            rewards, counts, places = found.setdefault(name, ([], [], []))
+            if name not in mine:
+                mine[name] = len(counts)
+                rewards.append(rollout.rewards[number] if rollout.rewards else rollout.reward)
+                counts.append(0)
+            counts[mine[name]] += 1
+            places.append(place)
+            place += 1
+    return [
+        Seat(np.array(rewards, dtype=np.float64), counts, places)
+        for rewards, counts, places in found.values()
+    ]
+
+
 def has_variance(rewards: Floats) -> bool:
     """Whether any two rewards differ by more than rounding."""
     return bool(rewards.max() - rewards.min() > _EPSILON)
 
 
-def build_group(pending: PendingGroup, rewards: Floats, advantages: Floats, *, version_end: int) -> Group:
+def build_group(
+    pending: PendingGroup, seats: Sequence[Seat], advantage: AdvantageFunction, *, version_end: int
+) -> Group:
     """The finished group; arrays of its results are concatenated, never turned into lists."""
     rollouts = [rollout for result in pending.results for rollout in result.rollouts]
-    if advantages.shape != rewards.shape or not np.isfinite(advantages).all():
-        raise ValueError(f"the advantage function returned {advantages!r} for rewards {rewards!r}")
-    counts = [len(rollout.lengths) for rollout in rollouts]
+    lengths = tuple(length for rollout in rollouts for length in rollout.lengths)
+    rewards, advantages = np.empty(len(lengths), np.float32), np.empty(len(lengths), np.float32)
+    for seat in seats:
+        values = advantage(seat.rewards)
+        if values.shape != seat.rewards.shape or not np.isfinite(values).all():
+            raise ValueError(f"the advantage function returned {values!r} for rewards {seat.rewards!r}")
+        places = slice(None) if seat.places is None else seat.places
+        rewards[places] = np.repeat(seat.rewards, seat.counts)
+        advantages[places] = np.repeat(values, seat.counts)
     tokens, mask, logprobs = _arrays(pending.results)
+    facts, names = _facts(pending, version_end)
     return Group(
         task=pending.task,
         version=pending.version,
         version_end=version_end,
         rollouts=len(rollouts),
-        lengths=tuple(length for rollout in rollouts for length in rollout.lengths),
+        lengths=lengths,
         tokens=tokens,
         mask=mask,
         logprobs=logprobs,
-        rewards=np.repeat(rewards, counts).astype(np.float32),
-        advantages=np.repeat(advantages, counts).astype(np.float32),
+        rewards=rewards,
+        advantages=advantages,
+        facts=facts,
+        details=encode_details(names, [rollout.metrics for rollout in rollouts]),
+        digest=next((result.digest for result in pending.results if result.digest), 0),
         transcript=join_transcripts([result.transcript for result in pending.results]),
     )
+
+
+def _facts(pending: PendingGroup, version_end: int) -> tuple[Facts, list[str]]:
+    """A row per sequence, and the names that the rows refer to."""
+    names = {"": 0}
+    rows: list[tuple[int, int, int, int, int, float, bool, int]] = []
+    spans = pending.spans or [(pending.version, version_end)] * len(pending.results)
+    number = 0
+    for result, (version, end) in zip(pending.results, spans, strict=True):
+        for rollout in result.rollouts:
+            reason = names.setdefault(rollout.stop_reason, len(names))
+            heat = math.nan if rollout.temperature is None else rollout.temperature
+            usual = (version, end, number, 0, reason, heat, rollout.truncated, 0)
+            if rollout.seats or rollout.temperatures or rollout.stop_reasons or rollout.truncations:
+                rows += _own_facts(rollout, usual, names)
+            else:
+                rows += [usual] * len(rollout.lengths)
+            number += 1
+    return np.array(rows, FACTS), list(names)
+
+
+def _own_facts(
+    rollout: RolloutHeader, usual: tuple[int, int, int, int, int, float, bool, int], names: dict[str, int]
+) -> Iterator[tuple[int, int, int, int, int, float, bool, int]]:
+    """Rows of a rollout whose sequences differ."""
+    version, end, number, _, reason, heat, cut, unused = usual
+    for place in range(len(rollout.lengths)):
+        seat = names.setdefault(rollout.seats[place], len(names)) if rollout.seats else 0
+        if rollout.stop_reasons:
+            reason = names.setdefault(rollout.stop_reasons[place], len(names))
+        if rollout.temperatures:
+            given = rollout.temperatures[place]
+            heat = math.nan if given is None else given
+        if rollout.truncations:
+            cut = rollout.truncations[place]
+        yield version, end, number, seat, reason, heat, cut, unused
 
 
 def _arrays(results: Sequence[Result]) -> tuple[Int32s, Uint8s, Float32s]:

@@ -6,7 +6,14 @@ tables and beside them; `store` what each record does, `writer` the thread that 
 recovers and people look at; `identity` what decides which tasks come. What the rows mean is in docs/journal.md.
 """
 
-from orchestrator.journal.identity import EnvIdentity, RunIdentity, differences, digest_of, notices
+from orchestrator.journal.identity import (
+    EnvIdentity,
+    RunIdentity,
+    changed_tasks,
+    differences,
+    digest_of,
+    notices,
+)
 from orchestrator.journal.journal import Journal
 from orchestrator.journal.reader import BatchRow, GroupRow, JournalReader, Recovered
 
@@ -18,6 +25,7 @@ __all__ = [
     "JournalReader",
     "Recovered",
     "RunIdentity",
+    "changed_tasks",
     "differences",
     "digest_of",
     "notices",

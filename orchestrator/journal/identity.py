@@ -19,12 +19,16 @@ _ENV = "env:"
 
 @dataclass(frozen=True, slots=True)
 class EnvIdentity:
-    """Which tasks an env has. `num_tasks` is None if they have no end; `args` is a digest, see `digest_of`."""
+    """Which tasks an env has. `num_tasks` is None if they have no end; `args` is a digest, see `digest_of`.
+
+    `samples` has the digests of a few tasks, by index; journals of earlier schemas have none.
+    """
 
     id: str
     split: str
     num_tasks: int | None
     args: str
+    samples: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +80,19 @@ def notices(before: RunIdentity, now: RunIdentity) -> list[str]:
         for name, new in now.envs.items()
         if name in before.envs and before.envs[name].args != new.args
     ]
+    return found
+
+
+def changed_tasks(before: RunIdentity, now: RunIdentity) -> list[tuple[str, int]]:
+    """Envs whose data has changed, each with the first task that is another one than before."""
+    found = []
+    for name, new in now.envs.items():
+        old = before.envs[name].samples if name in before.envs else {}
+        changed = [
+            int(index) for index in old.keys() & new.samples.keys() if old[index] != new.samples[index]
+        ]
+        if changed:
+            found.append((name, min(changed)))
     return found
 
 

@@ -12,10 +12,22 @@ from pathlib import Path
 
 import structlog
 
-from orchestrator.journal.rows import GROUP_IDENTITY, batch_checksum, group_checksum
+from orchestrator.journal.rows import batch_checksum, group_checksum
 from orchestrator.journal.schema import SCHEMA_VERSION
 
 log = structlog.get_logger()
+
+_IDENTITY_2 = (
+    "id, env, split, position, part, task_index, epoch, version, version_end, rollouts, sequences, tokens, bytes,"
+    " transcript_bytes, codec, checksum"
+)
+"""What a group's checksum covered in schema 2."""
+
+_IDENTITY_3 = (
+    "id, env, split, position, part, task_index, epoch, version, version_end, rollouts, sequences, tokens, bytes,"
+    " details_bytes, transcript_bytes, codec, checksum, digest"
+)
+"""And in schema 3."""
 
 
 def migrate(path: Path, connection: sqlite3.Connection, version: int) -> None:
@@ -65,7 +77,7 @@ def _resolve_in_batches(connection: sqlite3.Connection) -> None:
     connection.execute("ALTER TABLE batches ADD COLUMN row_checksum INTEGER NOT NULL DEFAULT 0")
     connection.execute("INSERT OR IGNORE INTO meta VALUES ('run_id', ?)", (uuid.uuid4().hex,))
     connection.create_function("group_checksum", -1, lambda *row: group_checksum(row), deterministic=True)
-    connection.execute(f"UPDATE groups SET row_checksum = group_checksum({GROUP_IDENTITY})")  # noqa: S608 # names of columns
+    connection.execute(f"UPDATE groups SET row_checksum = group_checksum({_IDENTITY_2})")  # noqa: S608 # names of columns
     for step, version in connection.execute("SELECT step, version FROM batches WHERE kept").fetchall():
         ids = [
             row[0]
@@ -76,5 +88,19 @@ def _resolve_in_batches(connection: sqlite3.Connection) -> None:
         )
 
 
-MIGRATIONS: dict[int, Callable[[sqlite3.Connection], None]] = {1: _resolve_in_batches}
+def _add_details(connection: sqlite3.Connection) -> None:
+    """2 to 3: groups know the digest of their task, and facts about single sequences; those that are there have none.
+
+    A row that was not what had been recorded is left as it is, so that it is still found out.
+    """
+    connection.execute("ALTER TABLE groups ADD COLUMN details_bytes INTEGER NOT NULL DEFAULT 0")
+    connection.execute("ALTER TABLE groups ADD COLUMN digest INTEGER NOT NULL DEFAULT 0")
+    connection.create_function("group_checksum", -1, lambda *row: group_checksum(row), deterministic=True)
+    connection.execute(
+        f"UPDATE groups SET row_checksum = group_checksum({_IDENTITY_3})"  # noqa: S608 # names of columns
+        f" WHERE row_checksum = group_checksum({_IDENTITY_2})"
+    )
+
+
+MIGRATIONS: dict[int, Callable[[sqlite3.Connection], None]] = {1: _resolve_in_batches, 2: _add_details}
 """From which version to the next."""

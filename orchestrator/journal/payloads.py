@@ -1,8 +1,9 @@
 """Payload files: where the arrays and transcripts of recorded groups lie.
 
-A payload is one run of bytes, little-endian: lengths (int32), rewards, advantages (float32), tokens (int32),
-logprobs (float32), mask (uint8), transcript, each filled up with zeros to 8 bytes. The group's row knows the file,
-the offset, the size and a checksum. Payloads are appended to numbered files ("segments"); one that no row refers to
+A payload is one run of bytes, little-endian: lengths (int32), rewards, advantages (float32), facts (40 bytes a
+sequence), tokens (int32), logprobs (float32), mask (uint8), details, transcript, each filled up with zeros to 8 bytes.
+(Those of schemas 1 and 2 have neither facts nor details; their codec tells.) The group's row knows the file, the
+offset, the size and a checksum. Payloads are appended to numbered files ("segments"); one that no row refers to
 any more is overwritten as a new one, or deleted, so space is given back without moving data. They are files of
 their own rather than SQLite blobs because the way through the WAL and the checkpoint costs several times the CPU.
 A segment begins with 64 bytes that name its run (those that schema 1 wrote do not; offsets count from the start of the
@@ -21,22 +22,25 @@ from pathlib import Path
 
 import numpy as np
 
-from orchestrator.groups.group import Group
+from orchestrator.groups.group import FACTS, Group, plain_facts
 from orchestrator.journal.directory import make_private, open_private, sync_file
 from orchestrator.tasks.task import TrainTask
 
 SEGMENT_BYTES = 32 * 1024 * 1024
 _IOV_MAX = 1024
-_BUFFERS_PER_WRITE = 5
+_BUFFERS_PER_WRITE = 6
 """About one group's: what was just summed up is still in the processor's cache when it is copied."""
 
 _SPARE_SEGMENTS = 4
 """Segments kept for overwriting: writing into pages that exist costs a third of making new ones."""
 
-RAW, ZLIB = 2, 3
+RAW, ZLIB = 4, 5
 """Codecs of a payload."""
 _OLD_CODECS = (0, 1)
 """Raw and zlib as schema 1 wrote them: the sum of words lacks the highest bit."""
+_CODECS_2 = (2, 3)
+"""Raw and zlib as schema 2 wrote them."""
+_RAW_CODECS = (0, 2, 4)
 
 _HEADER = struct.Struct("<8s32sQQQ")
 _MAGIC = b"RLOJSEG2"
@@ -64,14 +68,17 @@ def parts_of(group: Group) -> list[memoryview]:
         np.ascontiguousarray(group.rewards, dtype="<f4"),
         np.ascontiguousarray(group.advantages, dtype="<f4"),
     )
+    facts = np.ascontiguousarray(group.facts, dtype=FACTS)
     large = (
         np.ascontiguousarray(group.tokens, dtype="<i4"),
         np.ascontiguousarray(group.logprobs, dtype="<f4"),
         np.ascontiguousarray(group.mask, dtype="u1"),
     )
     filling = bytes(-4 * group.size % 8)
-    parts = [memoryview(b"".join(array.tobytes() + filling for array in small))]
+    parts = [memoryview(b"".join([array.tobytes() + filling for array in small]) + facts.tobytes())]
     parts.extend(array.data.cast("B") for array in large if array.size)
+    if group.details:
+        parts.append(memoryview(group.details))
     if group.transcript:
         parts.append(memoryview(group.transcript))
     return parts
@@ -86,14 +93,25 @@ def group_from(
     rollouts: int,
     sequences: int,
     tokens: int,
+    codec: int,
+    details_bytes: int,
+    digest: int,
     transcript_bytes: int,
     part: int = 0,
 ) -> Group:
     """The group whose payload this is; its arrays are views on it."""
     starts, position = [], 0
-    for size in (4 * sequences, 4 * sequences, 4 * sequences, 4 * tokens, 4 * tokens, tokens):
+    facts_bytes = 0 if codec in _OLD_CODECS + _CODECS_2 else FACTS.itemsize * sequences
+    small = 4 * sequences
+    for size in (small, small, small, facts_bytes, 4 * tokens, 4 * tokens, tokens, details_bytes):
         starts.append(position)
         position += size + -size % 8
+    view = memoryview(payload)
+    facts = (
+        np.frombuffer(payload, FACTS, sequences, starts[3])
+        if facts_bytes
+        else plain_facts(sequences, version=version, version_end=version_end)
+    )
     return Group(
         task=task,
         version=version,
@@ -102,10 +120,13 @@ def group_from(
         lengths=tuple(np.frombuffer(payload, "<i4", sequences).tolist()),
         rewards=np.frombuffer(payload, "<f4", sequences, starts[1]),
         advantages=np.frombuffer(payload, "<f4", sequences, starts[2]),
-        tokens=np.frombuffer(payload, "<i4", tokens, starts[3]),
-        logprobs=np.frombuffer(payload, "<f4", tokens, starts[4]),
-        mask=np.frombuffer(payload, "u1", tokens, starts[5]),
-        transcript=bytes(memoryview(payload)[position : position + transcript_bytes]),
+        tokens=np.frombuffer(payload, "<i4", tokens, starts[4]),
+        logprobs=np.frombuffer(payload, "<f4", tokens, starts[5]),
+        mask=np.frombuffer(payload, "u1", tokens, starts[6]),
+        facts=facts,
+        details=bytes(view[starts[7] : starts[7] + details_bytes]),
+        digest=digest,
+        transcript=bytes(view[position : position + transcript_bytes]),
         part=part,
     )
 
@@ -195,7 +216,7 @@ def read_stored(directory: Path, place: Place) -> bytearray:
 def read_payload(directory: Path, place: Place) -> bytearray:
     """The bytes of a payload, checked and decompressed; raises DamagedPayloadError."""
     data = read_stored(directory, place)
-    if place.codec in (RAW, _OLD_CODECS[0]):
+    if place.codec in _RAW_CODECS:
         return data
     try:
         return bytearray(zlib.decompressobj().decompress(data))

@@ -75,10 +75,13 @@ class GroupRow:
     part: int
     id: str
     row_checksum: int
+    details_bytes: int
+    digest: int
 
     COLUMNS: ClassVar[str] = (
         "env, split, task_index, epoch, position, segment, offset, bytes, codec, checksum, seq, version, version_end,"
-        " rollouts, sequences, tokens, reward, finished_at, step, transcript_bytes, part, id, row_checksum"
+        " rollouts, sequences, tokens, reward, finished_at, step, transcript_bytes, part, id, row_checksum,"
+        " details_bytes, digest"
     )
 
     @classmethod
@@ -92,7 +95,8 @@ class GroupRow:
         task, place = self.task, self.place
         named = (self.id, task.env, task.split, task.position, self.part, task.index, task.epoch)
         held = (self.version, self.version_end, self.rollouts, self.sequences, self.tokens)
-        stored = (place.bytes, self.transcript_bytes, place.codec, place.checksum)
+        sizes = (place.bytes, self.details_bytes, self.transcript_bytes)
+        stored = (*sizes, place.codec, place.checksum, self.digest)
         return group_checksum((*named, *held, *stored)) == self.row_checksum
 
 
@@ -211,6 +215,9 @@ class JournalReader:
                 rollouts=row.rollouts,
                 sequences=row.sequences,
                 tokens=row.tokens,
+                codec=row.place.codec,
+                details_bytes=row.details_bytes,
+                digest=row.digest,
                 transcript_bytes=row.transcript_bytes,
                 part=row.part,
             )

@@ -16,11 +16,11 @@ from orchestrator.journal.payloads import Place
 
 GROUP_COLUMNS = (
     "id, env, split, position, part, task_index, epoch, version, version_end, rollouts, sequences, tokens, reward,"
-    " finished_at, segment, offset, bytes, transcript_bytes, codec, checksum, row_checksum"
+    " finished_at, segment, offset, bytes, details_bytes, transcript_bytes, codec, checksum, digest, row_checksum"
 )
 GROUP_IDENTITY = (
     "id, env, split, position, part, task_index, epoch, version, version_end, rollouts, sequences, tokens, bytes,"
-    " transcript_bytes, codec, checksum"
+    " details_bytes, transcript_bytes, codec, checksum, digest"
 )
 """Columns that never change once a group is recorded: all that is covered by its row's checksum."""
 _ROWS_PER_STATEMENT = 64
@@ -53,7 +53,14 @@ def group_row(group: Group, place: Place, now: float) -> tuple[object, ...]:
         group.size,
         len(group.tokens),
     )
-    stored = (place.bytes, len(group.transcript), place.codec, place.checksum)
+    stored = (
+        place.bytes,
+        len(group.details),
+        len(group.transcript),
+        place.codec,
+        place.checksum,
+        group.digest,
+    )
     reward = float(np.add.reduce(group.rewards)) / max(group.size, 1)
     return (*named, reward, now, place.segment, place.offset, *stored, group_checksum((*named, *stored)))
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from orchestrator.errors import JournalError
 from orchestrator.journal.directory import open_private
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 APPLICATION_ID = 0x524C4F4A
 """Tells a journal from any other SQLite file."""
 
@@ -42,9 +42,11 @@ CREATE TABLE groups (
     segment INTEGER NOT NULL,
     offset INTEGER NOT NULL,
     bytes INTEGER NOT NULL,
+    details_bytes INTEGER NOT NULL DEFAULT 0,
     transcript_bytes INTEGER NOT NULL,
     codec INTEGER NOT NULL,
     checksum INTEGER NOT NULL,
+    digest INTEGER NOT NULL DEFAULT 0,
     row_checksum INTEGER NOT NULL DEFAULT 0
 );
 CREATE INDEX groups_by_step ON groups (step, slot) WHERE step IS NOT NULL;

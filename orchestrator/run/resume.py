@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import structlog
 
-from orchestrator.groups.group import Group
+from orchestrator.groups.group import Batch, Group
 from orchestrator.run.run import Run
 
 log = structlog.get_logger()
@@ -21,6 +21,10 @@ class Recovery(Protocol):
     @property
     def groups(self) -> Sequence[Group]:
         """Finished and in no batch, in the order of recording."""
+
+    @property
+    def batches(self) -> Sequence[Batch]:
+        """Formed, and needed or kept."""
 
     @property
     def resolved(self) -> Mapping[str, tuple[int, Sequence[int]]]:
@@ -74,6 +78,8 @@ def resume(
         asked_again += parts.source.load_resolved(env, low, resolved, held.get(env, ()))
     for env in recovered.resolved.keys() - parts.train.keys():
         log.warning("env.gone", env=env, note="it was in an earlier process of this run")
+    for batch in recovered.batches:
+        parts.sink.remember(batch.groups)
     kept = parts.sink.restore(recovered.groups)
     log.info(
         "run.resumed",

@@ -125,6 +125,7 @@ def _env_spec(
         workers=section.workers,
         addresses=tuple(section.addresses),
         capacity=section.capacity,
+        seed=config.seed,
         ready_timeout_s=section.ready_timeout_s,
         silence_timeout_s=section.silence_timeout_s,
         reconnect_timeout_s=section.reconnect_timeout_s,
@@ -240,6 +241,7 @@ def build_identity(config: Config, train: TrainEnvs) -> RunIdentity:
                 split=env.spec.split,
                 num_tasks=env.num_tasks,
                 args=digest_of(env.spec.args),
+                samples={str(index): digest for index, digest in env.samples.items()},
             )
             for (name, env), section in zip(train.items(), config.train.env, strict=True)
         },

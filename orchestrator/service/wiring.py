@@ -13,7 +13,7 @@ from orchestrator.env_servers.env import TrainEnvs
 from orchestrator.errors import ConfigError, JournalError
 from orchestrator.groups.group import Batch
 from orchestrator.inference import InferencePool
-from orchestrator.journal import Journal, Recovered, differences, notices
+from orchestrator.journal import Journal, Recovered, changed_tasks, differences, notices
 from orchestrator.run.run import Run
 from orchestrator.service import blueprint
 from orchestrator.service.driver import Driver
@@ -60,6 +60,13 @@ def note_identity(config: Config, journal: Journal, train: TrainEnvs) -> None:
         )
     for notice in notices(before, now):
         log.warning("run.changed", note=notice)
+    for env, index in changed_tasks(before, now):
+        log.warning(
+            "env.tasks_changed",
+            env=env,
+            index=index,
+            note="this index was another task when the run was started: the env's data has changed since",
+        )
     journal.set_identity(now)
 
 

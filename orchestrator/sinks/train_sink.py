@@ -20,8 +20,15 @@ from orchestrator.dispatch.versions import Versions
 from orchestrator.dispatch.work import PendingGroup
 from orchestrator.facts import Facts
 from orchestrator.groups.group import Batch, Group
-from orchestrator.groups.scoring import AdvantageFunction, build_group, group_rewards, has_variance
+from orchestrator.groups.scoring import (
+    AdvantageFunction,
+    build_group,
+    group_rewards,
+    has_variance,
+    seats_of,
+)
 from orchestrator.sinks.barren import Barren
+from orchestrator.sinks.same_tasks import SameTasks
 from orchestrator.sinks.yields import Yields
 from orchestrator.tasks.task import TrainTask
 
@@ -98,6 +105,7 @@ class TrainSink:
         self._keep_equal_rewards = keep_equal_rewards
         self._keep_transcripts = keep_transcripts
         self._offer = offer
+        self._same_tasks = SameTasks()
         self._queued: Counter[str] = Counter()
         self._by_version: Counter[tuple[str, int]] = Counter()
         self.held: tuple[str, int] | None = None
@@ -111,9 +119,16 @@ class TrainSink:
 
     def completed(self, pending: PendingGroup, now: float) -> None:
         """A group has its rollouts: queue it or book why not."""
-        rewards = group_rewards(pending)
-        self._facts.scored(pending.env, rewards.tolist())
-        if not self._keep_equal_rewards and len(rewards) > 1 and not has_variance(rewards):
+        if not self._same_tasks.agree(pending):
+            self._reject(pending, "task_mismatch", now)
+            return
+        self._facts.scored(pending.env, group_rewards(pending).tolist())
+        seats = seats_of(pending)
+        if (
+            not self._keep_equal_rewards
+            and pending.valid > 1
+            and not any(has_variance(seat.rewards) for seat in seats)
+        ):
             self._reject(pending, "equal_rewards", now)
             return
         if pending.version < self._versions.oldest_allowed(self._versions.formed + 1):
@@ -123,7 +138,7 @@ class TrainSink:
             self._tasks.retry(pending.task)
             return
         version_end = max(pending.version_end, self._versions.serving)
-        group = build_group(pending, rewards, self._advantage(rewards), version_end=version_end)
+        group = build_group(pending, seats, self._advantage, version_end=version_end)
         self._yields.add(group.env, self._size(group))
         if self._size(group) > self._buffer.batch_size:
             self._reject(pending, "oversize", now)
@@ -194,6 +209,8 @@ class TrainSink:
     def restore(self, groups: Iterable[Group]) -> int:
         """Queue the groups that an earlier process left; returns how many fit today's configuration."""
         kept = 0
+        groups = list(groups)
+        self.remember(groups)
         for group in groups:
             reason = "env_gone" if group.env not in self._group_sizes else "oversize"
             if group.env in self._group_sizes and self._size(group) <= self._buffer.batch_size:
@@ -206,6 +223,11 @@ class TrainSink:
                     self._tasks.retry(group.task)
                 log.warning("group.given_up", group=group.id, reason=reason)
         return kept
+
+    def remember(self, groups: Iterable[Group]) -> None:
+        """Hold later groups of the same tasks against these of an earlier process."""
+        for group in groups:
+            self._same_tasks.note(group.task, group.digest)
 
     # --- what dispatch asks ------------------------------------------------------------------------------------------
 

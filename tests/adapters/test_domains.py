@@ -35,6 +35,9 @@ def plain(task: Task, model: Model) -> None:
 class Yes:
     """A chat client that always answers yes."""
 
+    async def complete(self, base_url: str, body: bytes, headers: Any) -> bytes:
+        raise NotImplementedError
+
     async def chat(self, base_url: str, body: bytes, headers: Any) -> bytes:
         message = {"role": "assistant", "content": "yes"}
         return msgspec.json.encode({"choices": [{"message": message, "finish_reason": "stop"}]})

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from orchestrator.buffer import BatchBuffer
-from orchestrator.groups.group import Group
+from orchestrator.groups.group import Group, plain_facts
 from orchestrator.tasks.task import TrainTask
 
 
@@ -327,6 +327,9 @@ def test_a_buffered_token_takes_at_most_ten_bytes() -> None:
                 logprobs=np.zeros(tokens, np.float32),
                 rewards=np.zeros(8, np.float32),
                 advantages=np.zeros(8, np.float32),
+                facts=plain_facts(8, version=0, version_end=0),
+                details=b"",
+                digest=0,
             )
             buffer.add(group, env=group.env, size=group.size, version=group.version)
         held = tracemalloc.get_traced_memory()[0] - before

@@ -36,6 +36,9 @@ class Script:
         self._answers = list(answers)
         self.asked: list[list[dict[str, Any]]] = []
 
+    async def complete(self, base_url: str, body: bytes, headers: Mapping[str, str]) -> bytes:
+        raise NotImplementedError
+
     async def chat(self, base_url: str, body: bytes, headers: Mapping[str, str]) -> bytes:
         messages = msgspec.json.decode(body)["messages"]
         self.asked.append(messages)

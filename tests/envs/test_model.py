@@ -384,6 +384,9 @@ class OneAnswer:
     def __init__(self, body: bytes) -> None:
         self.body = body
 
+    async def complete(self, base_url: str, body: bytes, headers: Any) -> bytes:
+        raise NotImplementedError
+
     async def chat(self, base_url: str, body: bytes, headers: Any) -> bytes:
         return self.body
 

@@ -77,7 +77,7 @@ def test_a_hello_is_welcomed_and_told_what_there_is() -> None:
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"protocol": 9}, "me speaks protocol 9, this server speaks 1"),
+        ({"protocol": 9}, "me speaks protocol 9, this server speaks 1 or 2"),
         ({"env": "larger"}, 'asks for environment "larger", this server has "reverse"'),
         ({"env": "::"}, 'asks for environment "::"'),
         ({"api_key_env": "HOME"}, "not allowed to use the API key in HOME"),

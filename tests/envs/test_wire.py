@@ -76,7 +76,8 @@ def test_a_result_carries_its_arrays_as_raw_bytes_in_order() -> None:
     """All sequences of all rollouts are concatenated, four bytes a token, four a log-probability, one a mask."""
     rollouts = [rollout(3, 2), rollout(4, reward=1.0)]
     frames = wire.encode_result(5, rollouts)
-    assert [len(frame) for frame in frames[1:4]] == [9 * 4, 9, 9 * 4]
+    assert len(frames) == wire.RESULT_FRAMES
+    assert len(frames[1]) == 9 * 4 + 9 * 4 + 9
     decoded = wire.decode_to_client(frames)
     assert isinstance(decoded, wire.Result)
     assert decoded.id == 5
@@ -96,8 +97,9 @@ def test_decoded_arrays_are_views_on_the_received_bytes() -> None:
     decoded = wire.decode_to_client(frames)
     assert isinstance(decoded, wire.Result)
     arrays: list[np.ndarray[Any, Any]] = [decoded.tokens, decoded.mask, decoded.logprobs]
-    for array, frame in zip(arrays, frames[1:4], strict=True):
-        assert np.shares_memory(array, np.frombuffer(frame, np.uint8))
+    for array in arrays:
+        assert np.shares_memory(array, np.frombuffer(frames[1], np.uint8))
+        assert array.flags.aligned
         assert not array.flags.writeable
 
 
@@ -148,29 +150,49 @@ def with_frame(place: int, content: bytes) -> Callable[[list[bytes]], list[bytes
     return lambda frames: [*frames[:place], content, *frames[place + 1 :]]
 
 
+def with_arrays(
+    tokens: bytes | None = None, logprobs: bytes | None = None, mask: bytes | None = None
+) -> Callable[[list[bytes]], list[bytes]]:
+    """Some of the arrays are others; there are 6 tokens."""
+
+    def change(frames: list[bytes]) -> list[bytes]:
+        parts = (frames[1][:24], frames[1][24:48], frames[1][48:])
+        given = (tokens, logprobs, mask)
+        chosen = [old if new is None else new for old, new in zip(parts, given, strict=True)]
+        return [frames[0], b"".join(chosen), frames[2]]
+
+    return change
+
+
 # Well formed, and still nothing to train on. The result has a sequence of 4 tokens and one of 2.
 INVALID: dict[str, Callable[[list[bytes]], list[bytes]]] = {
     "reward beyond float32": lambda frames: [header(reward=1e308), *frames[1:]],
     "negative reward beyond float32": lambda frames: [header(reward=-3.1e38), *frames[1:]],
     "metric beyond float32": lambda frames: [header(metrics={"m": 1e39}), *frames[1:]],
     "timing NaN": lambda frames: [header(timings={"t": float("nan")}), *frames[1:]],
-    "negative token": with_frame(1, np.array([1, 2, 3, 4, -5, 6], "<i4").tobytes()),
-    "token of 2**31": with_frame(1, np.array([1, 2, 3, 4, 5, 2**31], "<u4").tobytes()),
-    "mask of 2": with_frame(2, bytes([0, 1, 1, 2, 0, 1])),
-    "nothing sampled in the second sequence": lambda frames: [
-        *frames[:2],
-        bytes([0, 1, 1, 1, 0, 0]),
-        np.zeros(6, "<f4").tobytes(),
-        frames[4],
+    "reward of a sequence NaN": lambda frames: [
+        header(lengths=[4, 2], rewards=[0.0, float("nan")]),
+        *frames[1:],
     ],
-    "log-probability above 0": with_frame(3, np.array([0, -1, 0.01, -1, 0, -1], "<f4").tobytes()),
-    "log-probability where nothing was sampled": with_frame(3, np.full(6, -1, "<f4").tobytes()),
-    "transcript empty": with_frame(4, b""),
-    "transcript not a list": with_frame(4, msgspec.msgpack.encode({"messages": []})),
-    "transcript of another count": with_frame(4, msgspec.msgpack.encode([{}, {}])),
-    "transcript cut short": lambda frames: [*frames[:4], frames[4][:-1]],
-    "transcript with something behind it": lambda frames: [*frames[:4], frames[4] + b"\x90"],
-    "transcript nested without end": with_frame(4, b"\x91" * 1_000_000),
+    "temperature infinite": lambda frames: [header(temperature=float("inf")), *frames[1:]],
+    "temperature of a sequence NaN": lambda frames: [
+        header(lengths=[4, 2], temperatures=[None, float("nan")]),
+        *frames[1:],
+    ],
+    "negative token": with_arrays(tokens=np.array([1, 2, 3, 4, -5, 6], "<i4").tobytes()),
+    "token of 2**31": with_arrays(tokens=np.array([1, 2, 3, 4, 5, 2**31], "<u4").tobytes()),
+    "mask of 2": with_arrays(mask=bytes([0, 1, 1, 2, 0, 1])),
+    "nothing sampled in the second sequence": with_arrays(
+        mask=bytes([0, 1, 1, 1, 0, 0]), logprobs=np.zeros(6, "<f4").tobytes()
+    ),
+    "log-probability above 0": with_arrays(logprobs=np.array([0, -1, 0.01, -1, 0, -1], "<f4").tobytes()),
+    "log-probability where nothing was sampled": with_arrays(logprobs=np.full(6, -1, "<f4").tobytes()),
+    "transcript empty": with_frame(2, b""),
+    "transcript not a list": with_frame(2, msgspec.msgpack.encode({"messages": []})),
+    "transcript of another count": with_frame(2, msgspec.msgpack.encode([{}, {}])),
+    "transcript cut short": lambda frames: [*frames[:2], frames[2][:-1]],
+    "transcript with something behind it": lambda frames: [*frames[:2], frames[2] + b"\x90"],
+    "transcript nested without end": with_frame(2, b"\x91" * 1_000_000),
 }
 
 
@@ -214,18 +236,18 @@ def test_what_cannot_be_sent_is_an_invalid_rollout(change: dict[str, Any], why: 
 @pytest.mark.parametrize(
     "change",
     [
-        pytest.param(lambda frames: frames[:4], id="a frame is missing"),
+        pytest.param(lambda frames: frames[:2], id="a frame is missing"),
         pytest.param(lambda frames: [*frames, b""], id="a frame too many"),
-        pytest.param(lambda frames: [frames[0], frames[1][:-4], *frames[2:]], id="a token is missing"),
-        pytest.param(lambda frames: [*frames[:2], frames[2] + b"\1", *frames[3:]], id="a mask too many"),
-        pytest.param(lambda frames: [*frames[:3], frames[3][:-1], frames[4]], id="half a log-probability"),
+        pytest.param(with_arrays(tokens=bytes(20)), id="a token is missing"),
+        pytest.param(with_arrays(mask=bytes([0, 1, 1, 1, 0, 1, 1])), id="a mask too many"),
+        pytest.param(with_arrays(logprobs=bytes(23)), id="half a log-probability"),
+        pytest.param(with_arrays(logprobs=np.full(6, np.nan, "<f4").tobytes()), id="log-probabilities NaN"),
+        pytest.param(with_arrays(logprobs=np.full(6, -np.inf, "<f4").tobytes()), id="infinite ones"),
+        pytest.param(lambda frames: [header(seats=["white", "black"]), *frames[1:]], id="a seat too many"),
         pytest.param(
-            lambda frames: [*frames[:3], np.full(6, np.nan, "<f4").tobytes(), frames[4]],
-            id="log-probabilities NaN",
+            lambda frames: [header(lengths=[4, 2], truncations=[True]), *frames[1:]], id="an end too few"
         ),
-        pytest.param(
-            lambda frames: [*frames[:3], np.full(6, -np.inf, "<f4").tobytes(), frames[4]], id="infinite ones"
-        ),
+        pytest.param(lambda frames: [header(seats=[7]), *frames[1:]], id="a seat that is no text"),
         pytest.param(lambda frames: [header(reward=float("nan")), *frames[1:]], id="reward NaN"),
         pytest.param(lambda frames: [header(reward="1"), *frames[1:]], id="reward as text"),
         pytest.param(lambda frames: [header(lengths=[-6, 12]), *frames[1:]], id="negative length"),
@@ -321,7 +343,9 @@ def assert_trainable(result: wire.Result) -> None:
     assert (result.logprobs[result.mask == 0] == 0).all()
     start = 0
     for one in result.rollouts:
-        numbers = [one.reward, *one.metrics.values(), *one.timings.values()]
+        numbers = [one.reward, *one.rewards, *one.metrics.values(), *one.timings.values()]
+        for values in (one.seats, one.rewards, one.temperatures, one.stop_reasons, one.truncations):
+            assert len(values) in (0, len(one.lengths))
         assert np.isfinite(np.array(numbers).astype(np.float32)).all()
         for length in one.lengths:
             assert result.mask[start : start + length].any()
@@ -354,6 +378,9 @@ def results(draw: st.DrawFn) -> list[bytes]:
                 "truncated": False,
                 "metrics": draw(st.dictionaries(st.text(max_size=3), NUMBERS, max_size=2)),
                 "timings": draw(st.dictionaries(st.text(max_size=3), NUMBERS, max_size=2)),
+                "rewards": draw(mostly(st.just([0.5] * len(own)), st.lists(NUMBERS, max_size=3))),
+                "seats": draw(mostly(st.just(["white"] * len(own)), st.lists(st.text(), max_size=3))),
+                "temperatures": draw(mostly(st.just([]), st.lists(NUMBERS | st.none(), max_size=3))),
             }
         )
     total = sum(lengths)
@@ -362,12 +389,12 @@ def results(draw: st.DrawFn) -> list[bytes]:
     entries = draw(mostly(st.just(len(headers)), st.integers(0, 4)))
     frames = [
         msgspec.msgpack.encode({"type": "result", "id": 3, "rollouts": headers}),
-        np.array(draw(st.lists(TOKENS, min_size=total, max_size=total)), "<i4").tobytes(),
-        bytes(mask),
-        np.array(logprobs, "<f4").tobytes(),
+        np.array(draw(st.lists(TOKENS, min_size=total, max_size=total)), "<i4").tobytes()
+        + np.array(logprobs, "<f4").tobytes()
+        + bytes(mask),
         draw(mostly(st.just(msgspec.msgpack.encode([{}] * entries)), st.binary(max_size=8))),
     ]
-    cut = draw(mostly(st.none(), st.integers(0, 4)))
+    cut = draw(mostly(st.none(), st.integers(0, 2)))
     return [frame[:-1] if place == cut else frame for place, frame in enumerate(frames)]
 
 
@@ -385,31 +412,96 @@ def test_a_result_is_either_refused_or_keeps_every_promise(frames: list[bytes]) 
     assert_trainable(decoded)
 
 
-RECORDED = msgspec.json.decode((Path(__file__).parent / "wire_protocol_1.json").read_bytes())
+RECORDED: dict[int, Any] = {
+    protocol: msgspec.json.decode((Path(__file__).parent / f"wire_protocol_{protocol}.json").read_bytes())
+    for protocol in (1, 2)
+}
 
 
-@pytest.mark.parametrize("name", RECORDED["to_server"])
-def test_what_a_client_of_protocol_1_says_is_still_understood(name: str) -> None:
+def recorded(direction: str) -> list[tuple[int, str]]:
+    return [(protocol, name) for protocol, said in RECORDED.items() for name in said[direction]]
+
+
+def recorded_frames(protocol: int, direction: str, name: str) -> list[bytes]:
+    return [bytes.fromhex(frame) for frame in RECORDED[protocol][direction][name]]
+
+
+@pytest.mark.parametrize(("protocol", "name"), recorded("to_server"))
+def test_what_a_client_of_any_spoken_protocol_says_is_understood(protocol: int, name: str) -> None:
     """Frames as an earlier release wrote them; a message that was re-encoded now says the same."""
-    frames = [bytes.fromhex(frame) for frame in RECORDED["to_server"][name]]
-    message = wire.decode_to_server(frames, 1)
+    frames = recorded_frames(protocol, "to_server", name)
+    message = wire.decode_to_server(frames, protocol)
     assert msgspec.msgpack.decode(wire.encode(message)) == msgspec.msgpack.decode(frames[0])
 
 
-@pytest.mark.parametrize("name", RECORDED["to_client"])
-def test_what_a_server_of_protocol_1_says_is_still_understood(name: str) -> None:
+@pytest.mark.parametrize(("protocol", "name"), recorded("to_client"))
+def test_what_a_server_of_any_spoken_protocol_says_is_understood(protocol: int, name: str) -> None:
     """Frames as an earlier release wrote them, results with all their arrays."""
-    frames = [bytes.fromhex(frame) for frame in RECORDED["to_client"][name]]
-    message = wire.decode_to_client(frames, 1)
+    frames = recorded_frames(protocol, "to_client", name)
+    message = wire.decode_to_client(frames, protocol)
     said = msgspec.msgpack.decode(frames[0])
     if not isinstance(message, wire.Result):
         assert msgspec.msgpack.decode(wire.encode(message)) == said
         return
     assert message.id == said["id"]
-    assert [msgspec.to_builtins(one) for one in message.rollouts] == said["rollouts"]
-    arrays = (message.tokens, message.mask, message.logprobs)
-    assert [array.tobytes() for array in arrays] == frames[1:4]
-    assert message.transcript == frames[4]
+    for one, meant in zip(message.rollouts, said["rollouts"], strict=True):
+        assert {name: getattr(one, name) for name in meant} == meant
+    assert message.digest == said.get("digest", 0)
+    tokens, mask, logprobs = (
+        array.tobytes() for array in (message.tokens, message.mask, message.logprobs)
+    )
+    assert frames[1:-1] == ([tokens, mask, logprobs] if protocol == 1 else [tokens + logprobs + mask])
+    assert message.transcript == frames[-1]
+
+
+def played() -> Rollout:
+    """A rollout of two seats with rewards of their own."""
+    one = rollout(3, 2, reward=0.5)
+    white, black = one.sequences
+    white.seat, white.reward, white.temperature, white.stop_reason = "white", 1.0, 0.7, "stop"
+    black.seat, black.reward, black.truncated = "black", 0.0, True
+    return one
+
+
+def test_what_is_said_of_single_sequences_arrives() -> None:
+    """Seats with their rewards, temperatures and ends; the transcript has the rewards too."""
+    decoded = wire.decode_to_client(wire.encode_result(1, [played(), rollout(4)], digest=77))
+    assert isinstance(decoded, wire.Result)
+    assert decoded.digest == 77
+    one, plain = decoded.rollouts
+    assert (one.seats, one.rewards) == (["white", "black"], [1.0, 0.0])
+    assert (one.temperature, one.temperatures) == (None, [0.7, None])
+    assert (one.stop_reasons, one.truncations) == ([], [False, True])
+    assert (plain.seats, plain.rewards, plain.temperatures) == ([], [], [])
+    entries = msgspec.msgpack.decode(decoded.transcript)
+    assert entries[0]["seats"] == {"white": 1.0, "black": 0.0}
+    assert "seats" not in entries[1]
+
+
+def test_a_result_in_the_usual_case_says_nothing_about_its_sequences() -> None:
+    """One sequence without a seat: a header of a hundred bytes, whatever there is room for."""
+    plain = rollout(4)
+    plain.sequences[0].temperature = 1.0
+    plain.sequences[0].stop_reason, plain.sequences[0].truncated = "stop", False
+    said = msgspec.msgpack.decode(wire.encode_result(1, [plain])[0])
+    assert set(said["rollouts"][0]) == {"reward", "lengths", "metrics", "timings", "temperature"}
+
+
+def test_a_client_of_protocol_1_gets_its_five_frames() -> None:
+    """A server of today still answers it; what that protocol cannot say is left out."""
+    frames = wire.encode_result(1, [played()], digest=77, protocol=1)
+    assert len(frames) == 5
+    decoded = wire.decode_to_client(frames, 1)
+    assert isinstance(decoded, wire.Result)
+    assert (decoded.rollouts[0].lengths, decoded.rollouts[0].reward, decoded.digest) == ([3, 2], 0.5, 0)
+    assert set(msgspec.msgpack.decode(frames[0])["rollouts"][0]) == {
+        "reward",
+        "lengths",
+        "stop_reason",
+        "truncated",
+        "metrics",
+        "timings",
+    }
 
 
 def test_every_version_that_is_spoken_has_its_recorded_frames() -> None:

@@ -6,7 +6,7 @@ import pytest
 from orchestrator.dispatch.ledger import Lane, Ledger, Outcome
 from orchestrator.dispatch.versions import Versions
 from orchestrator.facts import Facts
-from orchestrator.groups.group import Batch, Group
+from orchestrator.groups.group import Batch, Group, plain_facts
 from orchestrator.tasks.task import TrainTask
 
 
@@ -29,6 +29,9 @@ def group(env: str, position: int, size: int, version: int = 0) -> Group:
         logprobs=n,
         rewards=n,
         advantages=n,
+        facts=plain_facts(size, version=version, version_end=version),
+        details=b"",
+        digest=0,
     )
 
 

@@ -13,9 +13,9 @@ from orchestrator.errors import ConfigError
 from orchestrator.groups.scoring import (
     build_advantage,
     build_group,
-    group_rewards,
     has_variance,
     join_transcripts,
+    seats_of,
 )
 from orchestrator.tasks.task import TrainTask
 from tests.support.worlds import make_data
@@ -89,8 +89,7 @@ def test_sequences_of_a_rollout_share_its_reward_and_advantage() -> None:
         transcript=b"\x90",
     )
     group = pending(two, make_data([0.0]))
-    rewards = group_rewards(group)
-    made = build_group(group, rewards, build_advantage("mean")(rewards), version_end=5)
+    made = build_group(group, seats_of(group), build_advantage("mean"), version_end=5)
     assert made.lengths == (2, 1, 3)
     assert made.size == 3
     assert made.rollouts == 2
@@ -107,7 +106,7 @@ def test_an_advantage_that_is_not_finite_is_an_error() -> None:
     """It would poison the trainer."""
     group = pending(make_data([0.0, 1.0]))
     with pytest.raises(ValueError, match="advantage function returned"):
-        build_group(group, group_rewards(group), np.array([np.nan, 1.0]), version_end=0)
+        build_group(group, seats_of(group), lambda _: np.array([np.nan, 1.0]), version_end=0)
 
 
 def test_variance_ignores_rounding() -> None:
@@ -132,8 +131,7 @@ def test_transcripts_are_joined_without_decoding(parts: list[list[dict[str, int]
 def test_a_group_is_split_without_copying() -> None:
     """Both parts hold their own sequences; ids differ."""
     group = pending(make_data([0.0, 1.0, 2.0, 3.0], length=2))
-    rewards = group_rewards(group)
-    whole = build_group(group, rewards, rewards, version_end=2)
+    whole = build_group(group, seats_of(group), build_advantage("none"), version_end=2)
     first, rest = whole.split(3)
     assert (first.size, rest.size) == (3, 1)
     assert first.id != rest.id

@@ -11,7 +11,7 @@ from typing import cast
 
 import numpy as np
 
-from orchestrator.groups.group import Batch, Group
+from orchestrator.groups.group import Batch, Group, plain_facts
 from orchestrator.local.policy import Policy, load_policy
 from orchestrator.local.tokenizer import END, apply_chat_template, encode
 from orchestrator.local.trainer import Checkpoints, TrainerSpec, train
@@ -39,6 +39,9 @@ def make_batch(step: int) -> Batch:
         logprobs=mask * np.float32(-3.0),
         rewards=np.array([1.0, 0.0], np.float32),
         advantages=np.array([1.0, -1.0], np.float32),
+        facts=plain_facts(2, version=step - 1, version_end=step - 1),
+        details=b"",
+        digest=0,
     )
     return Batch(step=step, version=step - 1, groups=(group,))
 

@@ -26,6 +26,7 @@ def env_spec(**fields: Any) -> EnvSpec:
         "workers": 1,
         "addresses": (),
         "capacity": 256,
+        "seed": 0,
         "ready_timeout_s": 120.0,
         "silence_timeout_s": 30.0,
         "reconnect_timeout_s": 600.0,

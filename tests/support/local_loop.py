@@ -22,6 +22,9 @@ class DirectClient:
     server: PolicyServer
     bodies: list[bytes] = field(default_factory=list)
 
+    async def complete(self, base_url: str, body: bytes, headers: Mapping[str, str]) -> bytes:
+        raise NotImplementedError
+
     async def chat(self, base_url: str, body: bytes, headers: Mapping[str, str]) -> bytes:
         self.bodies.append(body)
         return await self.server.complete(body)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from orchestrator.groups.group import Batch, Group
+from orchestrator.groups.group import Batch, Group, plain_facts
 from orchestrator.tasks.task import TrainTask
 from orchestrator.trainer.filesystem import read_message
 from orchestrator.trainer.protocol import (
@@ -74,6 +74,9 @@ def recorded_batch() -> Batch:
                 logprobs=(-numbers / 64).astype(np.float32),
                 rewards=np.array([0.0, 0.25, 0.5, 1.0], np.float32),
                 advantages=np.array([-1.5, -0.5, 0.5, 1.5], np.float32),
+                facts=plain_facts(len(lengths), version=position + 1, version_end=position + 2),
+                details=b"",
+                digest=0,
                 transcript=b"",
             )
         )
