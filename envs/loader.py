@@ -29,6 +29,7 @@ class Loader(Protocol):
 
 
 LOADERS: Mapping[str, str] = {
+    "atropos": "envs.adapters.atropos:LOADER",
     "builtin": "envs.loader:BUILTINS",
     "openenv": "envs.adapters.openenv:LOADER",
     "reasoning_gym": "envs.adapters.reasoning_gym:LOADER",

@@ -126,6 +126,10 @@ class Concatenated(Environment):
         assert isinstance(task, PartTask)  # the tasks of `tasks`, and no others
         return await task.part.environment.rollout(task.task, model)
 
+    async def rollout_group(self, task: Task, model: Model, count: int) -> list[Rollout]:
+        assert isinstance(task, PartTask)  # same
+        return await task.part.environment.rollout_group(task.task, model, count)
+
     async def score_group(self, task: Task, rollouts: list[Rollout]) -> list[float]:
         assert isinstance(task, PartTask)  # same
         return await task.part.environment.score_group(task.task, rollouts)

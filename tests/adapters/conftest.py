@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.adapters.venvs import CHECKOUT, CLASSIC, OPENENV, REASONING_GYM, V1, Venv
+from tests.adapters.venvs import ATROPOS, CHECKOUT, CLASSIC, OPENENV, REASONING_GYM, V1, Venv
 
 HERE = Path(__file__).parent
 
@@ -106,7 +106,7 @@ def driver(venv: Venv) -> Iterator[Driver]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Whatever asks for a library's virtualenv is a test of `make test-adapters`; the others need nothing foreign."""
     for item in items:
-        if {"reasoning_gym", "classic", "v1", "openenv"} & set(getattr(item, "fixturenames", ())):
+        if {"reasoning_gym", "classic", "v1", "openenv", "atropos"} & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.adapters)
 
 
@@ -128,3 +128,8 @@ def v1() -> Iterator[Driver]:
 @pytest.fixture(scope="session")
 def openenv() -> Iterator[Driver]:
     yield from driver(OPENENV)
+
+
+@pytest.fixture(scope="session")
+def atropos() -> Iterator[Driver]:
+    yield from driver(ATROPOS)

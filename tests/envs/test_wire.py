@@ -447,9 +447,7 @@ def test_what_a_server_of_any_spoken_protocol_says_is_understood(protocol: int, 
     for one, meant in zip(message.rollouts, said["rollouts"], strict=True):
         assert {name: getattr(one, name) for name in meant} == meant
     assert message.digest == said.get("digest", 0)
-    tokens, mask, logprobs = (
-        array.tobytes() for array in (message.tokens, message.mask, message.logprobs)
-    )
+    tokens, mask, logprobs = (array.tobytes() for array in (message.tokens, message.mask, message.logprobs))
     assert frames[1:-1] == ([tokens, mask, logprobs] if protocol == 1 else [tokens + logprobs + mask])
     assert message.transcript == frames[-1]
 
