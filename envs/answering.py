@@ -137,7 +137,7 @@ class Responder:
     def _look_up(self, split: str, index: int) -> Task:
         tasks = self._tasks(split)
         kind: type = type(tasks)
-        if kind in (list, tuple):  # nothing is made by looking it up
+        if kind in (list, tuple) or getattr(tasks, "repeatable", False):
             return tasks[index]
         with seeded(self._seed, split, index):
             return tasks[index]
@@ -146,8 +146,7 @@ class Responder:
         """The digest of a task, made once as long as it is remembered."""
         digest = self._digests.get((split, index))
         if digest is None:
-            with seeded(self._seed, split, index):
-                digest = digest_of(self._environment.identity(task))
+            digest = digest_of(self._environment.identity(task))
             if len(self._digests) >= _DIGESTS_KEPT:
                 self._digests.clear()
             self._digests[split, index] = digest

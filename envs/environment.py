@@ -19,7 +19,11 @@ Task = Mapping[str, Any]
 
 
 class Tasks(Protocol):
-    """Tasks of a split, by index. Finite ones also have `__len__`; generated ones need not."""
+    """Tasks of a split, by index. Finite ones also have `__len__`; generated ones need not.
+
+    An index must be the same task in every process. While it is looked up the global random generators are seeded;
+    tasks that see to that themselves say so with `repeatable = True`.
+    """
 
     def __getitem__(self, index: int, /) -> Task: ...
 

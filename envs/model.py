@@ -251,6 +251,22 @@ class Model:
         self._replies.append(reply)
         return reply
 
+    def trim(self, reply: Reply, tokens: int = 0) -> None:
+        """Train on the first tokens of a reply only; without any, it is no part of the rollout at all."""
+        place = next((place for place, one in enumerate(self._replies) if one is reply), None)
+        if place is None or reply.turn is None:
+            return
+        if not tokens:
+            del self._replies[place], self._turns[place]
+        elif tokens < len(reply.turn.completion):
+            turn = reply.turn
+            self._turns[place] = replace(
+                turn,
+                completion=turn.completion[:tokens],
+                logprobs=turn.logprobs[:tokens],
+                stop_reason="length",
+            )
+
     def rollout(
         self,
         reward: float | None = None,

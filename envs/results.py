@@ -217,9 +217,19 @@ def _checked_lengths(result: ResultHeader) -> list[int]:
                 )
         if rollout.rewards and not all(map(fits_float32, rollout.rewards)):
             raise InvalidResultError("the reward of a sequence is not finite", request_id=result.id)
+        if rollout.rewards and not _is_one_per_seat(rollout):
+            raise InvalidResultError("sequences of one seat have different rewards", request_id=result.id)
         if rollout.temperatures and not all(t is None or fits_float32(t) for t in rollout.temperatures):
             raise InvalidResultError("the temperature of a sequence is not finite", request_id=result.id)
     return lengths
+
+
+def _is_one_per_seat(rollout: RolloutHeader) -> bool:
+    earned: dict[str, float] = {}
+    seats = rollout.seats or [""] * len(rollout.rewards)
+    return all(
+        earned.setdefault(seat, reward) == reward for seat, reward in zip(seats, rollout.rewards, strict=True)
+    )
 
 
 def _checked_result(

@@ -111,8 +111,15 @@ class Rollout:
             raise InvalidRolloutError(f"reward must be a finite number, got {self.reward!r}")
         if require_sequences and not self.sequences:
             raise InvalidRolloutError("the rollout has no sequence: the model was never called")
+        earned: dict[str, float] = {}
         for sequence in self.sequences:
             sequence.check()
+            reward = self.reward if sequence.reward is None else sequence.reward
+            if earned.setdefault(sequence.seat, reward) != reward:
+                raise InvalidRolloutError(
+                    f"sequences of one seat have one reward, but those of {sequence.seat!r} have {earned[sequence.seat]:g}"
+                    f" and {reward:g}; give them seats of their own"
+                )
         for name, value in self.metrics.items():
             if not _is_number(value):
                 raise InvalidRolloutError(f'metric "{name}" must be a finite number, got {value!r}')

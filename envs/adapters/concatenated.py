@@ -130,6 +130,10 @@ class Concatenated(Environment):
         assert isinstance(task, PartTask)  # same
         return await task.part.environment.rollout_group(task.task, model, count)
 
+    def identity(self, task: Task) -> object:
+        assert isinstance(task, PartTask)  # same
+        return [task.part.domain, task.part.dataset, task.part.environment.identity(task.task)]
+
     async def score_group(self, task: Task, rollouts: list[Rollout]) -> list[float]:
         assert isinstance(task, PartTask)  # same
         return await task.part.environment.score_group(task.task, rollouts)

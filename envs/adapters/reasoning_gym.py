@@ -23,6 +23,7 @@ from envs.errors import EnvironmentLoadError
 from envs.importing import nearest
 from envs.model import Model
 from envs.rollout import Rollout
+from envs.seeding import seeded
 
 INSTALL = "pip install 'rollout-orchestrator[reasoning-gym]'"
 
@@ -59,7 +60,12 @@ class LazyTask(Mapping[str, Any]):
 
 
 class ProceduralTasks:
-    """The tasks of one split. Safe to use from several threads; they generate one at a time."""
+    """The tasks of one split. Safe to use from several threads; they generate one at a time.
+
+    Some datasets draw from the global `random`, beside the seed that they are given, so that is seeded too.
+    """
+
+    repeatable = True
 
     def __init__(self, name: str, config: Mapping[str, Any], *, split: str, seed: int) -> None:
         self._name = name
@@ -82,7 +88,8 @@ class ProceduralTasks:
             entry = self._entries.get(index)
             if entry is None:
                 dataset, place = self._locate(index)
-                entry = self._entries[index] = dataset[place]
+                with seeded(self._start, index):
+                    entry = self._entries[index] = dataset[place]
                 _trim(self._entries, _ENTRIES_KEPT)
         return entry
 
@@ -106,9 +113,9 @@ class ProceduralTasks:
         number, place = divmod((index + self._offset) % (_REGION - _MARGIN), _BLOCK)
         block = self._blocks.get(number)
         if block is None:
-            block = make_dataset(
-                self._name, {**self._config, "seed": self._start + number * _BLOCK, "size": _BLOCK}
-            )
+            seed = self._start + number * _BLOCK
+            with seeded(seed):
+                block = make_dataset(self._name, {**self._config, "seed": seed, "size": _BLOCK})
             self._blocks[number] = block
             _trim(self._blocks, _BLOCKS_KEPT)
         self._blocks.move_to_end(number)

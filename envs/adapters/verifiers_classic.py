@@ -93,6 +93,7 @@ class ClassicEnvironment(Environment):
         client = PolicyClient(model)
         state = await self._env.rollout(dict(task), client, model.name, self._sampling(model))
         self._raise_failure(state, client)
+        client.finish(state.get("trajectory") or [])
         if self.group_scored:
             # Scored in `score_group`, which also fills in the metrics.
             return self._handed_in(state, model, reward=0.0)

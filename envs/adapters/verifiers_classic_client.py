@@ -1,7 +1,8 @@
 """The model client that classic verifiers is given: answered by a `Model`, one per rollout.
 
 Speaks the library's messages on one side and ours on the other; what `Model` raises becomes an error that the
-library understands, with the original as its cause. Owns no connection.
+library understands, with the original as its cause. Only what the library takes into the trajectory is trained on: not what
+an environment asks the policy beside it, nor what a judge that is the policy says while scoring. Owns no connection.
 """
 
 from collections.abc import Mapping
@@ -12,6 +13,7 @@ from verifiers.clients import OpenAIChatCompletionsClient  # type: ignore[import
 from verifiers.types import (  # type: ignore[import-not-found]  # as above
     Response,
     ResponseMessage,
+    ResponseTokens,
     ToolCall,
     Usage,
 )
@@ -27,8 +29,10 @@ class PolicyClient(OpenAIChatCompletionsClient):  # type: ignore[misc]  # the li
     """The library's client, answered by a `Model`. One per rollout."""
 
     def __init__(self, model: Model) -> None:
-        super().__init__(OpenAIFacade(model))
+        super().__init__(OpenAIFacade(model.unrecorded()))
         self._model = model
+        self._replies: dict[str, Reply] = {}
+        self._scoring = False
         self.overlong: RolloutFailure | None = None
         self.turns = 0
 
@@ -38,6 +42,8 @@ class PolicyClient(OpenAIChatCompletionsClient):  # type: ignore[misc]  # the li
         messages, _ = await self.to_native_prompt(prompt)
         native_tools = await self.to_native_tools(tools)
         asked = self._model if model == self._model.name else self._model.sibling(name=model)
+        if self._scoring and asked is self._model:
+            asked = self._model.unrecorded()
         try:
             reply = await asked.chat(
                 [_without_nulls(message) for message in messages],
@@ -51,7 +57,26 @@ class PolicyClient(OpenAIChatCompletionsClient):  # type: ignore[misc]  # the li
                 raise vf.OverlongPromptError(failure.message) from failure
             raise vf.ModelError(failure.message) from failure
         self.turns += 1
-        return _response(reply, model)
+        response = f"policy-{self.turns}"
+        if asked is self._model:
+            self._replies[response] = reply
+        return _response(reply, model, response)
+
+    def finish(self, trajectory: Any) -> None:
+        """The rollout is over, and these are its steps: what else was said, or is said from now on, is no part of it.
+
+        Where the library cut a step to the author's `max_seq_len`, so is what is trained on.
+        """
+        self._scoring = True
+        steps = {getattr(step["response"], "id", ""): step for step in trajectory}
+        if not steps.keys() & self._replies.keys():
+            return  # an environment that keeps no trajectory
+        for response, reply in self._replies.items():
+            step = steps.get(response)
+            if step is None:
+                self._model.trim(reply)
+            elif step.get("tokens") is not None:
+                self._model.trim(reply, len(step["tokens"]["completion_ids"]))
 
     async def close(self) -> None:
         """Nothing to close: the connection is the server's."""
@@ -77,7 +102,7 @@ class OpenAIFacade:
         return ChatCompletion.model_validate(completion(reply, model=asked.name))
 
 
-def _response(reply: Reply, model: str) -> Any:
+def _response(reply: Reply, model: str, response: str) -> Any:
     calls = [
         ToolCall(
             id=call.get("id") or f"call_{place}",
@@ -88,7 +113,7 @@ def _response(reply: Reply, model: str) -> Any:
     ]
     usage = reply.usage
     return Response(
-        id="",
+        id=response,
         created=0,
         model=model,
         usage=Usage(
@@ -103,7 +128,22 @@ def _response(reply: Reply, model: str) -> Any:
             finish_reason=reply.finish_reason if reply.finish_reason in _FINISH_REASONS else None,
             is_truncated=reply.truncated,
             tool_calls=calls or None,
+            tokens=_tokens(reply),
         ),
+    )
+
+
+def _tokens(reply: Reply) -> Any:
+    """The token ids of a turn for authors who look at them; evaluations have none."""
+    turn = reply.turn
+    if turn is None:
+        return None
+    return ResponseTokens(
+        prompt_ids=turn.prompt.tolist(),
+        prompt_mask=[0] * len(turn.prompt),
+        completion_ids=turn.completion.tolist(),
+        completion_mask=[1] * len(turn.completion),
+        completion_logprobs=turn.logprobs.tolist(),
     )
 
 

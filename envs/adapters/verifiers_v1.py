@@ -3,7 +3,7 @@
 `args` is the library's own `[env]` table; roles for which neither it nor the author chose otherwise run in
 the local subprocess runtime, never in a paid remote one. The library runs harnesses, tools and scores; model
 calls of the roles that play the policy are answered by a `Model`, one per trace, so that token ids and
-log-probabilities are recorded as in native environments and only trainable roles are handed in.
+log-probabilities are recorded as in native environments and only trainable roles are handed in, each with its own reward.
 An episode that is not ok is a failed rollout that keeps the error's type as its kind.
 Imported only where the library is installed.
 """
@@ -15,6 +15,7 @@ import re
 import shutil
 import sys
 import threading
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -34,6 +35,7 @@ from envs.environment import Environment, Task, Tasks
 from envs.errors import EnvironmentLoadError, RolloutFailure
 from envs.model import Model
 from envs.rollout import Rollout
+from envs.seeding import seeded
 
 log = structlog.get_logger()
 
@@ -43,6 +45,8 @@ _ENDLESS_TASKS = 10_000
 
 class TasksetTasks:
     """The tasks of a taskset, read as far as they are asked for."""
+
+    repeatable = True
 
     def __init__(self, taskset: Any, count: int | None) -> None:
         self._tasks: list[Any] = []
@@ -59,8 +63,10 @@ class TasksetTasks:
         if not 0 <= index < len(self):
             raise IndexError(index)
         with self._lock:
-            missing = index + 1 - len(self._tasks)
-            self._tasks.extend(itertools.islice(self._rest, max(missing, 0)))
+            for number in range(len(self._tasks), index + 1):
+                # One by one, so that a task does not depend on which ones were asked for before it.
+                with seeded(number):
+                    self._tasks.extend(itertools.islice(self._rest, 1))
         return {"task": self._tasks[index]}
 
 
@@ -136,7 +142,7 @@ class TasksetEnvironment(Environment):
             ready.set_exception(error)
 
     def _handed_in(self, episode: Any, rollout: RolloutSeats) -> Rollout:
-        """The trainable traces as one rollout; its reward is their mean."""
+        """The trainable traces as one rollout, whose reward is their mean; with several, each is a seat of its own."""
         traces = [trace for trace in episode.traces if trace.agent.trainable and trace.id in rollout.seats]
         if not traces:
             raise RolloutFailure(
@@ -148,12 +154,20 @@ class TasksetEnvironment(Environment):
         for trace in traces:
             _check_scored(trace)
         parts = [rollout.seats[trace.id].model.rollout(trace.reward) for trace in traces]
+        seats = _seat_names(traces) if len(traces) > 1 else [""]
+        for part, seat in zip(parts, seats, strict=True):
+            for sequence in part.sequences:
+                sequence.seat, sequence.reward = seat, part.reward
         last = traces[-1]
         return Rollout(
             sequences=[sequence for part in parts for sequence in part.sequences],
             reward=sum(part.reward for part in parts) / len(parts),
             metrics=_metrics(traces),
-            messages=[message for part in parts for message in part.messages],
+            messages=[
+                {**message, "seat": seat} if seat else message
+                for part, seat in zip(parts, seats, strict=True)
+                for message in part.messages
+            ],
             stop_reason=last.stop_condition or parts[-1].stop_reason,
             truncated=any(trace.is_truncated for trace in traces),
             timings={
@@ -161,6 +175,17 @@ class TasksetEnvironment(Environment):
                 "inference": sum(part.timings["inference"] for part in parts),
             },
         )
+
+
+def _seat_names(traces: list[Any]) -> list[str]:
+    """The role of each trace; a role that is played several times counts them: "solver", "solver#2", …"""
+    played: Counter[str] = Counter()
+    names = []
+    for trace in traces:
+        role = str(trace.agent.name)
+        played[role] += 1
+        names.append(role if played[role] == 1 else f"{role}#{played[role]}")
+    return names
 
 
 def _env_config(name: str, table: Mapping[str, Any]) -> Any:

@@ -19,6 +19,7 @@ from msgspec import Meta
 PROTOCOLS = {
     1: "join, next, get, ack, publish, done, ping, leave and their answers",
     2: "join may carry a token; a publication may be answered by missing, when the version cannot be loaded",
+    3: "batches say more of each sequence, in one more frame, and how many tokens are trained on",
 }
 """What each number of the protocol added. The service understands every number in this table.
 

@@ -55,7 +55,7 @@ class Transport(Protocol):
     def send(self, peer: bytes, message: ToTrainer) -> None:
         """Send a message, or drop it when the peer is gone."""
 
-    def serve(self, peer: bytes, request_id: int, step: int, rank: int, batch: Batch | None) -> None:
+    def serve(self, rank: Rank, request_id: int, step: int, batch: Batch | None) -> None:
         """Send a batch's frames for a rank; None is a batch that must be loaded first."""
 
 
@@ -267,7 +267,7 @@ class Leases:
             lease.served_to.add(rank.number)
         batch = lease.batch if lease is not None else self._kept.get(step)
         if batch is not None or (self._can_load and 0 < step <= self.last_step):
-            self._transport.serve(rank.peer, request_id, step, rank.number, batch)
+            self._transport.serve(rank, request_id, step, batch)
         else:
             self._transport.send(rank.peer, Missing(request_id, self.explain_missing(step)))
 

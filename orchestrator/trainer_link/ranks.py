@@ -32,6 +32,7 @@ class Rank:
     client: str
     host: str
     pid: int
+    protocol: int
     waiting: int | None = None
     told: bool = False
 
@@ -72,7 +73,7 @@ class Ranks:
         old = self._ranks.pop(join.rank, None)
         if old is not None:
             del self._peers[old.peer]
-        rank = Rank(join.rank, peer, join.client, join.host, join.pid)
+        rank = Rank(join.rank, peer, join.client, join.host, join.pid, join.protocol)
         self._ranks[join.rank] = self._peers[peer] = rank
         if old is not None and old.client != join.client:
             self._replace(old, join)

@@ -22,6 +22,7 @@ from orchestrator.trainer_link.encoding import encode_batch
 from orchestrator.trainer_link.files import FileLink
 from orchestrator.trainer_link.leases import Leases, RankStatus
 from orchestrator.trainer_link.publications import CheckVersion
+from orchestrator.trainer_link.ranks import Rank
 from orchestrator.trainer_link.socket import BatchSocket
 
 log = structlog.get_logger("trainer")
@@ -114,7 +115,7 @@ class BatchServer:
             on_told=self._told.set,
             when_durable=when_durable,
         )
-        self._encoded: dict[int, tuple[int, Frames]] = {}
+        self._encoded: dict[int, tuple[tuple[int, int], Frames]] = {}
         self._encoding: dict[asyncio.Future[Frames | None], int] = {}
         self._closed = False
 
@@ -186,49 +187,51 @@ class BatchServer:
         if not self._closed:
             self._link.send(peer, [encode(message)])
 
-    def serve(self, peer: bytes, request_id: int, step: int, rank: int, batch: Batch | None) -> None:
+    def serve(self, rank: Rank, request_id: int, step: int, batch: Batch | None) -> None:
         """Called by `Leases`: encode in the thread, then send."""
         if self._closed:
             return
-        encoded = self._encoded.get(rank)
-        if encoded is not None and encoded[0] == step:
+        number, peer = rank.number, rank.peer
+        encoded = self._encoded.get(number)
+        if encoded is not None and encoded[0] == (step, rank.protocol):
             self._link.send(peer, [encode(Served(request_id, step)), *encoded[1]])
             return
-        if sum(asker == rank for asker in self._encoding.values()) >= _MAX_ASKED:
+        if sum(asker == number for asker in self._encoding.values()) >= _MAX_ASKED:
             reason = (
-                f"rank {rank} has asked for {_MAX_ASKED} batches that it has not got yet; ask again later"
+                f"rank {number} has asked for {_MAX_ASKED} batches that it has not got yet; ask again later"
             )
             self.send(peer, Missing(request_id, reason))
             return
         future = self._loop.run_in_executor(self._threads, self._encode, step, rank, batch)
-        self._encoding[future] = rank
-        future.add_done_callback(lambda done: self._send_encoded(done, peer, request_id, step, rank))
+        self._encoding[future] = number
+        future.add_done_callback(lambda done: self._send_encoded(done, rank, request_id, step))
 
-    def _encode(self, step: int, rank: int, batch: Batch | None) -> Frames | None:
+    def _encode(self, step: int, rank: Rank, batch: Batch | None) -> Frames | None:
         if batch is None:
             batch = self._load(step) if self._load else None
-        return None if batch is None else encode_batch(batch, rank, self._world_size)
+        return None if batch is None else encode_batch(batch, rank.number, self._world_size, rank.protocol)
 
     def _send_encoded(
-        self, future: "asyncio.Future[Frames | None]", peer: bytes, request_id: int, step: int, rank: int
+        self, future: "asyncio.Future[Frames | None]", rank: Rank, request_id: int, step: int
     ) -> None:
         del self._encoding[future]
         if self._closed or future.cancelled():
             return
+        number, peer = rank.number, rank.peer
         try:
             frames = future.result()
         except Exception as error:
             # Whatever it was, the rank waits for an answer, and somebody must be able to find out.
-            log.exception("trainer.batch_failed", step=step, rank=rank)
+            log.exception("trainer.batch_failed", step=step, rank=number)
             reason = (
-                f"the batch of step {step} cannot be served to rank {rank} of {self._world_size}: {error}"
+                f"the batch of step {step} cannot be served to rank {number} of {self._world_size}: {error}"
             )
             self.send(peer, Missing(request_id, reason))
             return
         if frames is None:
             self.send(peer, Missing(request_id, self._leases.explain_missing(step)))
             return
-        self._encoded[rank] = (step, frames)
+        self._encoded[number] = ((step, rank.protocol), frames)
         self._link.send(peer, [encode(Served(request_id, step)), *frames])
 
     def _check(self, version: int, path: str | None, decided: Callable[[str], None]) -> None:
@@ -240,7 +243,7 @@ class BatchServer:
         self._check_version(version, path, while_open)
 
     def _rank_acked(self, step: int, rank: int) -> None:
-        if rank in self._encoded and self._encoded[rank][0] <= step:
+        if rank in self._encoded and self._encoded[rank][0][0] <= step:
             del self._encoded[rank]
         self._on_rank_ack(step, rank)
 

@@ -111,6 +111,31 @@ def test_a_multi_turn_environment_answers_until_its_stop_condition(classic: Driv
     assert spans(answer["mask"]) == 3
 
 
+def test_what_the_policy_says_as_a_judge_is_not_trained_on(classic: Driver) -> None:
+    """A judge that is the policy is asked while scoring; only the trajectory's own turn is handed in."""
+    answer = classic.rollout(ID, args={"kind": "judged"}, turns=[[{"content": "enots"}]])
+    rollout = answer["rollouts"][0]
+    assert rollout["reward"] == 2.0
+    assert len(answer["requests"]) == 3
+    assert rollout["lengths"] == [len(answer["mask"])]
+    assert sum(answer["mask"]) == len("enots") + 1
+    assert rollout["metrics"]["sampled_tokens"] == len("enots") + 1
+    assert all("judge" not in str(message) for message in answer["transcripts"][0]["messages"])
+    assert [request.get("logprobs") for request in answer["requests"]] == [True, None, None]
+
+
+def test_the_authors_longest_sequence_is_obeyed(classic: Driver) -> None:
+    """What the library cuts off is not trained on, and the turns behind it are left out."""
+    turns = [[{"content": "one"}], [{"content": "two"}], [{"content": "enots"}]]
+    whole = classic.rollout(ID, args={"kind": "multi_turn"}, turns=turns)
+    first_end = whole["mask"].index(0, whole["mask"].index(1))
+    cut = classic.rollout(ID, args={"kind": "short", "extra": first_end - 1}, turns=turns)
+    assert cut["rollouts"][0]["lengths"] == [first_end - 1]
+    assert cut["tokens"] == whole["tokens"][: first_end - 1]
+    assert sum(cut["mask"]) == 3
+    assert cut["rollouts"][0]["reward"] == 3.0
+
+
 @pytest.mark.parametrize("kind", ["raising_reward", "reward_of_nothing"])
 def test_a_reward_function_that_raises_is_a_failed_rollout(classic: Driver, kind: str) -> None:
     """The library would count it as zero."""

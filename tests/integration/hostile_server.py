@@ -13,7 +13,6 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
-import numpy as np
 import zmq
 
 from envs import wire
@@ -157,8 +156,24 @@ def _slowly(request: wire.Request) -> Answers:
     return [well(request)]
 
 
-def _float_frame(request: wire.Request, value: float) -> bytes:
-    return np.full(len(well(request)[2]), value, np.float32).tobytes()
+def with_arrays(
+    request: wire.Request,
+    *,
+    token: int | None = None,
+    logprob: float | None = None,
+    mask: bytes | None = None,
+) -> list[bytes]:
+    """A result one of whose arrays holds nothing but this."""
+    arrays = well(request)[1]
+    count = len(arrays) // 9
+    tokens, logprobs, masks = arrays[: 4 * count], arrays[4 * count : 8 * count], arrays[8 * count :]
+    if token is not None:
+        tokens = struct.pack("<i", token) * count
+    if logprob is not None:
+        logprobs = struct.pack("<f", logprob) * count
+    if mask is not None:
+        masks = mask * count
+    return with_frame(request, 1, tokens + logprobs + masks)
 
 
 BEHAVIOURS: dict[str, Callable[[HostileServer, wire.Request], Answers]] = {
@@ -176,17 +191,15 @@ BEHAVIOURS: dict[str, Callable[[HostileServer, wire.Request], Answers]] = {
     "negative_lengths": lambda _, request: [with_header(request, lengths=[-8])],
     "endless_lengths": lambda _, request: [with_header(request, lengths=[2**31 - 1] * 1000)],
     "no_sequences": lambda _, request: [with_header(request, lengths=[])],
-    "wrong_mask": lambda _, request: [with_frame(request, 2, b"\x02" * len(well(request)[2]))],
-    "empty_mask": lambda _, request: [with_frame(request, 2, b"\x00" * len(well(request)[2]))],
+    "wrong_mask": lambda _, request: [with_arrays(request, mask=b"\x02")],
+    "empty_mask": lambda _, request: [with_arrays(request, mask=b"\x00")],
     "short_frames": lambda _, request: [with_frame(request, 1, b"abc")],
-    "positive_logprobs": lambda _, request: [with_frame(request, 3, _float_frame(request, 0.5))],
-    "nan_logprobs": lambda _, request: [with_frame(request, 3, _float_frame(request, float("nan")))],
-    "negative_tokens": lambda _, request: [
-        with_frame(request, 1, struct.pack("<i", -5) * len(well(request)[2]))
-    ],
-    "no_transcripts": lambda _, request: [with_frame(request, 4, b"\xc1\xff")],
-    "endless_transcripts": lambda _, request: [with_frame(request, 4, b"\x91" * 100_000)],
-    "few_frames": lambda _, request: [well(request)[:3]],
+    "positive_logprobs": lambda _, request: [with_arrays(request, logprob=0.5)],
+    "nan_logprobs": lambda _, request: [with_arrays(request, logprob=float("nan"))],
+    "negative_tokens": lambda _, request: [with_arrays(request, token=-5)],
+    "no_transcripts": lambda _, request: [with_frame(request, 2, b"\xc1\xff")],
+    "endless_transcripts": lambda _, request: [with_frame(request, 2, b"\x91" * 100_000)],
+    "few_frames": lambda _, request: [well(request)[:2]],
     "many_frames": lambda _, request: [well(request) * 20],
     "never_answers": lambda server, request: _hold(server, request),
     "falls_silent": lambda server, request: _mute(server, request),

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from structlog.testing import capture_logs
 
@@ -16,7 +17,7 @@ from orchestrator.journal import JournalReader
 from orchestrator.journal.migrations import MIGRATIONS
 from orchestrator.journal.schema import SCHEMA_VERSION
 from tests.journal.fixtures.make import digest, expectations, record_first_life, record_second_life
-from tests.support.journal_groups import make_group
+from tests.support.journal_groups import all_facts, make_group
 from tests.support.journal_opening import open_journal
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -54,9 +55,10 @@ async def test_the_script_that_makes_such_journals_still_runs(tmp_path: Path) ->
         assert today[what] == before[what]
 
 
-async def test_a_journal_of_schema_1_recovers_as_it_did(tmp_path: Path) -> None:
+@pytest.mark.parametrize("schema", MIGRATIONS)
+async def test_a_journal_of_an_older_schema_recovers_as_it_did(tmp_path: Path, schema: int) -> None:
     """Groups, batches, acknowledgements, states, evaluations, counters, the run's name: all the same, and said."""
-    expected = old_journal(tmp_path)
+    expected = old_journal(tmp_path, schema)
     with capture_logs() as logs:
         async with open_journal(tmp_path) as journal:
             found = journal.recover(world_size=2)
@@ -84,8 +86,37 @@ async def test_a_journal_of_schema_1_recovers_as_it_did(tmp_path: Path) -> None:
         evals = [{key: row[key] for key in row if key != "at"} for row in reader.evals()]
         assert evals == expected["evals"]
     said = [event for event in logs if event["event"] == "journal.migrated"]
-    assert [(event["from_schema"], event["to_schema"]) for event in said] == [(1, SCHEMA_VERSION)]
+    assert [(event["from_schema"], event["to_schema"]) for event in said] == [(schema, SCHEMA_VERSION)]
     assert [event for event in logs if event["log_level"] == "warning"] == []
+
+
+async def test_sequences_of_an_older_schema_have_their_groups_versions_and_nothing_else(
+    tmp_path: Path,
+) -> None:
+    """Nobody recorded more of them then; new groups beside them have it all."""
+    old_journal(tmp_path, 2)
+    async with open_journal(tmp_path) as journal:
+        found = journal.recover(world_size=2)
+        journal.record_group(make_group(10))
+    for group in found.groups:
+        assert set(group.facts["version"]) == {group.version}
+        assert set(group.facts["version_end"]) == {group.version_end}
+        assert np.isnan(group.facts["temperature"]).all()
+        assert (group.digest, group.decode_details().metrics) == (0, [])
+    with JournalReader(tmp_path) as reader:
+        newest = list(reader.groups())[-1]
+    assert all_facts(newest) == all_facts(make_group(10))
+
+
+async def test_a_row_of_schema_2_that_changed_on_disk_is_still_found_out(tmp_path: Path) -> None:
+    """Bringing a journal up to date must not make a wrong row right."""
+    old_journal(tmp_path, 2)
+    with sqlite3.connect(tmp_path / "journal" / "journal.sqlite3") as connection:
+        connection.execute("UPDATE groups SET version = version + 5 WHERE id = 'math/train/6'")
+    connection.close()
+    async with open_journal(tmp_path) as journal:
+        found = journal.recover()
+    assert found.damaged == ["math/train/6"]
 
 
 async def test_positions_of_queued_groups_of_schema_1_are_open_again_and_no_others(tmp_path: Path) -> None:
@@ -154,7 +185,7 @@ def test_who_only_reads_an_older_journal_is_told_what_to_do(tmp_path: Path) -> N
     database = tmp_path / "journal" / "journal.sqlite3"
     before = database.read_bytes()
     with pytest.raises(
-        JournalError, match="schema 1, this orchestrator reads 2; open it once with `orchestrator run`"
+        JournalError, match="schema 1, this orchestrator reads 3; open it once with `orchestrator run`"
     ):
         JournalReader(tmp_path)
     assert database.read_bytes() == before

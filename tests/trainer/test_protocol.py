@@ -32,16 +32,22 @@ def test_messages_of_protocol_1_are_understood_as_they_were_meant(name: str) -> 
     assert decode(frame) == expected
 
 
+@pytest.mark.parametrize("protocol", [1, 2])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_the_bytes_of_a_batch_are_those_of_protocol_1(rank: int) -> None:
-    """A trainer that was written for them reads the batches of today."""
+def test_the_bytes_of_a_batch_are_those_of_protocol_1(rank: int, protocol: int) -> None:
+    """A trainer that was written for them reads the batches of today, which are said as they were then."""
     header, *frames = read_recorded(f"served_{rank}")
     assert decode_to_trainer(header) == Served(7, 3)
     assert [bytes(frame) for frame in frames] == [
-        bytes(frame) for frame in encode_batch(recorded_batch(), rank, 2)
+        bytes(frame) for frame in encode_batch(recorded_batch(), rank, 2, protocol)
     ]
     batch = decode_batch(frames)
     assert (batch.step, batch.version, batch.rank, batch.world_size, batch.batch_size) == (3, 2, rank, 2, 8)
+    groups = {group.id: group for group in recorded_batch().groups}
+    for sequence in batch.sequences:
+        group = groups[sequence.group_id]
+        assert (sequence.version, sequence.version_end) == (group.version, group.version_end)
+        assert (sequence.temperature, sequence.metrics, sequence.seat) == (None, {}, "")
 
 
 def test_the_numbers_of_the_protocol_have_no_gap() -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.groups.group import Batch
+from orchestrator.groups.group import Batch, Group
 from orchestrator.trainer.batch import TrainingBatch, decode_batch
 from orchestrator.trainer.protocol import ProtocolError
 from orchestrator.trainer_link.encoding import encode_batch
@@ -19,6 +19,43 @@ from tests.support.journal_groups import make_batch, make_group
 def receive(batch: Batch, rank: int = 0, world_size: int = 1) -> TrainingBatch:
     """What a rank has after the frames went through a transport."""
     return decode_batch([bytearray(frame) for frame in encode_batch(batch, rank, world_size)])
+
+
+def told(group: Group, number: int) -> tuple[object, ...]:
+    """What a trainer should hear of a sequence beside its arrays."""
+    facts, details, task = group.facts[number], group.decode_details(), group.task
+    heat = float(facts["temperature"])
+    return (
+        int(facts["version"]),
+        int(facts["version_end"]),
+        f"{task.key}#{facts['rollout']}",
+        f"{task.env}/{task.split}/{task.index}",
+        details.names[facts["seat"]],
+        details.names[facts["stop_reason"]],
+        str(None if np.isnan(heat) else heat),
+        bool(facts["truncated"]),
+        str(details.metrics[facts["rollout"]]),
+    )
+
+
+def test_parts_of_a_split_group_keep_their_rollouts() -> None:
+    """Sequences of one rollout share its id also when they are in different batches."""
+    whole = make_group(3, size=4)
+    first, rest = whole.split(1)
+    ids = [s.rollout_id for part in (first, rest) for s in receive(Batch(1, 0, (part,))).sequences]
+    assert ids == [f"{whole.task.key}#{number}" for number in (0, 0, 1, 1)]
+    assert [s.metrics["correct"] for s in receive(Batch(1, 0, (rest,))).sequences] == [0.0, 1.0, 1.0]
+
+
+def test_what_is_said_of_sequences_is_there_as_arrays_too() -> None:
+    """For a trainer that does without a loop over sequences."""
+    batch = receive(make_batch(2))
+    sequences = batch.sequences
+    assert batch.versions.tolist() == [sequence.version for sequence in sequences]
+    assert batch.versions_end.tolist() == [sequence.version_end for sequence in sequences]
+    assert batch.truncated.tolist() == [sequence.truncated for sequence in sequences]
+    known = [None if np.isnan(heat) else float(heat) for heat in batch.temperatures]
+    assert known == [sequence.temperature for sequence in sequences]
 
 
 @settings(max_examples=40)
@@ -37,17 +74,30 @@ def test_the_ranks_together_have_every_sequence_once_and_unchanged(sizes: list[i
             values = (
                 float(group.rewards[number]),
                 float(group.advantages[number]),
-                group.version,
-                group.version_end,
+                *told(group, number),
             )
             expected.append((group.id, *(array.tobytes() for array in arrays), *values))
+    sampled = int(sum(group.mask.sum() for group in groups))
     for rank in range(world_size):
         share = receive(batch, rank, world_size)
         assert (share.step, share.version, share.rank, share.world_size) == (4, 3, rank, world_size)
         assert (len(share), share.batch_size) == (batch.size // world_size, batch.size)
+        assert share.trained_tokens == sampled
         for sequence in share.sequences:
             arrays = (sequence.tokens, sequence.mask, sequence.logprobs)
-            values = (sequence.reward, sequence.advantage, sequence.version, sequence.version_end)
+            values = (
+                sequence.reward,
+                sequence.advantage,
+                sequence.version,
+                sequence.version_end,
+                sequence.rollout_id,
+                sequence.task,
+                sequence.seat,
+                sequence.stop_reason,
+                str(sequence.temperature),
+                sequence.truncated,
+                str(sequence.metrics),
+            )
             got.append((sequence.group_id, *(array.tobytes() for array in arrays), *values))
     assert sorted(got) == sorted(expected)
 
@@ -82,12 +132,20 @@ def test_advantages_are_the_sequences_own_where_the_policy_sampled() -> None:
     assert sequence.env == "math"
 
 
-@pytest.mark.parametrize("spoil", ["missing frame", "short tokens", "no header"])
+@pytest.mark.parametrize(
+    "spoil", ["missing frames", "short tokens", "no header", "short facts", "unknown group", "negative place"]
+)
 def test_frames_that_do_not_fit_together_are_an_error(spoil: str) -> None:
     """A damaged message never becomes a batch."""
     frames = [bytearray(frame) for frame in encode_batch(make_batch(1), 0, 1)]
-    if spoil == "missing frame":
-        frames.pop()
+    if spoil == "missing frames":
+        frames = frames[:-2]
+    elif spoil == "short facts":
+        frames[8] = frames[8][:-40]
+    elif spoil == "unknown group":
+        frames[2][:4] = (99).to_bytes(4, "little")
+    elif spoil == "negative place":
+        frames[8][20:24] = b"\xff" * 4
     elif spoil == "short tokens":
         frames[5] = frames[5][:-4]
     else:

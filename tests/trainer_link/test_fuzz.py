@@ -20,6 +20,7 @@ from orchestrator.trainer.protocol import (
     Welcome,
     encode,
 )
+from orchestrator.trainer_link.ranks import Rank
 from tests.support.journal_groups import make_batch
 from tests.support.trainer_links import make_leases
 
@@ -37,8 +38,8 @@ class Sink:
     def send(self, peer: bytes, message: ToTrainer) -> None:
         self.last = message
 
-    def serve(self, peer: bytes, request_id: int, step: int, rank: int, batch: Batch | None) -> None:
-        self.served.append((rank, step))
+    def serve(self, rank: Rank, request_id: int, step: int, batch: Batch | None) -> None:
+        self.served.append((rank.number, step))
 
 
 def spoil(rng: random.Random, frame: bytes) -> bytes:

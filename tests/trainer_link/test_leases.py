@@ -30,6 +30,7 @@ from orchestrator.trainer.protocol import (
     encode,
 )
 from orchestrator.trainer_link.encoding import check_shares
+from orchestrator.trainer_link.ranks import Rank
 from tests.support.journal_groups import make_batch
 from tests.support.trainer_links import make_leases
 
@@ -57,9 +58,9 @@ class Service:
     def send(self, peer: bytes, message: ToTrainer) -> None:
         self.sent.append((peer, message))
 
-    def serve(self, peer: bytes, request_id: int, step: int, rank: int, batch: Batch | None) -> None:
+    def serve(self, rank: Rank, request_id: int, step: int, batch: Batch | None) -> None:
         assert batch is None or batch.step == step
-        self.served.append((peer, rank, step))
+        self.served.append((rank.peer, rank.number, step))
 
     def tell(self, peer: bytes, message: ToServer) -> ToTrainer | None:
         """Send a message; what is said back to this peer at once."""

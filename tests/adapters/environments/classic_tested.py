@@ -37,6 +37,20 @@ def nothing(completion: Any) -> Any:
     return None
 
 
+async def judged(state: Any, completion: Any) -> float:
+    """A judge that is the policy itself, asked through the rollout's own client in both ways that there are."""
+    said = [vf.UserMessage(content=f"judge {last_text(completion)}")]
+    verdict = await state["client"].get_response(said, state["model"], {})
+    messages = [{"role": "user", "content": "judge again"}]
+    again = await state["client"].client.chat.completions.create(messages=messages, model=state["model"])
+    return float(bool(verdict.message.content) and bool(again.choices[0].message.content))
+
+
+def sampled_tokens(state: Any) -> float:
+    """How many tokens the policy sampled, from the trajectory."""
+    return float(sum(len(step["tokens"]["completion_ids"]) for step in state["trajectory"]))
+
+
 def shortest(completions: Any) -> list[float]:
     """Best is who used the fewest characters; it takes the whole group to know."""
     lengths = [len(last_text(completion)) for completion in completions]
@@ -141,6 +155,10 @@ def load_environment(kind: str = "single", extra: float = 1.0) -> vf.Environment
             return single(vf.Rubric(funcs=[correct, raises], weights=[1.0, 0.0]))
         case "group":
             return single(vf.Rubric(funcs=[correct, shortest], weights=[1.0, 2.0]))
+        case "judged":
+            return single(vf.Rubric(funcs=[correct, judged, sampled_tokens], weights=[1.0, 1.0, 0.0]))
+        case "short":
+            return Countdown(dataset=words(), rubric=vf.Rubric(funcs=[sampled_tokens]), max_seq_len=extra)
         case "raising_group":
             return single(vf.Rubric(funcs=[correct, group_raises]))
         case "mixture":
