@@ -19,10 +19,13 @@ from envs.importing import ImportReferenceError, import_attribute, nearest
 
 
 class Loader(Protocol):
-    """A family of environments. For lists it may also have `about(name)`, one line, and `usage`, a line for what has no name."""
+    """A family of environments. It may also have `about(name)`, one line for lists."""
 
     def names(self) -> Sequence[str]:
-        """The environments there are, or EnvironmentLoadError that says how to install them."""
+        """The environments there are, or EnvironmentLoadError that says how to install them.
+
+        A name in angle brackets stands for any.
+        """
 
     def load(self, name: str, args: Mapping[str, Any]) -> Environment:
         """One of them, made with `args`. Raises EnvironmentLoadError for a name it does not have."""

@@ -21,12 +21,13 @@ _SINCE, _BEFORE = (0, 4), (0, 5)
 class AtroposLoader:
     """Classes by their place; Atropos keeps no list of them."""
 
-    usage = "atropos::module:Class  a BaseEnv of Atropos, found from the working directory"
-
     def names(self) -> list[str]:
-        """None, but whether any can be loaded."""
+        """What stands for any of them."""
         check_versions()
-        return []
+        return ["<module:Class>"]
+
+    def about(self, name: str) -> str:
+        return "a BaseEnv of Atropos, found from the working directory"
 
     def load(self, name: str, args: Mapping[str, Any]) -> Environment:
         check_versions()

@@ -44,6 +44,7 @@ Counting = Literal["sum", "last"]
 _PROBED = 16
 """Sessions that are opened to learn how many a server has; most have 1 or 8."""
 
+_ANY = "<URL>"
 _UNLIMITED = 2**31
 _LOCAL_URL = "http://openenv"
 _CONNECT_S = 30.0
@@ -260,18 +261,17 @@ class OpenEnvLoader:
     """Servers by their address, and the apps of installed packages."""
 
     def names(self) -> list[str]:
-        """Apps of installed environments; servers elsewhere have no names, see `usage`."""
-        return sorted(
+        """Apps of installed environments, and what stands for a server elsewhere."""
+        apps = {
             f"{module}:app"
             for distribution in importlib.metadata.distributions()
             if any(re.match(r"openenv(-core)?\b(?!-)", needed) for needed in distribution.requires or ())
             for module in _apps(distribution)
-        )
+        }
+        return sorted({_ANY, *apps})
 
-    @property
-    def usage(self) -> str:
-        """What stands in lists for the names that cannot be listed."""
-        return "openenv::URL  an environment behind a running OpenEnv server, as http://host:8000"
+    def about(self, name: str) -> str:
+        return "a running OpenEnv server, as http://host:8000" if name == _ANY else "served for the run"
 
     def load(self, name: str, args: Mapping[str, Any]) -> Environment:
         return make_environment(partial(OpenEnv, name), args, f"openenv::{shown_url(name)}")

@@ -131,8 +131,6 @@ def _list(arguments: argparse.Namespace) -> int:
         width = max(map(len, names), default=0)
         for name in names:
             print(f"{loader_name}::{name:<{width}}  {about(name) if about else ''}".rstrip())
-        if usage := getattr(loader, "usage", ""):
-            print(usage)
     print("module:Class  an envs.Environment of your own, found from the working directory")
     return 0
 
