@@ -18,7 +18,7 @@ from benchmarks.frame import Figure, median_and_spread
 from orchestrator.groups.group import Batch, Group, plain_facts
 from orchestrator.tasks.task import TrainTask
 from orchestrator.trainer import TrainerClient
-from orchestrator.trainer_link.server import PROBE_S, BatchServer
+from orchestrator.trainer_link.server import PROBE_S, BatchServer, open_link
 
 SEQUENCES = 1024
 TOKENS = 2048
@@ -48,7 +48,7 @@ def make_server(world_size: int, on_ack: Callable[[int], None]) -> BatchServer:
         return
 
     return BatchServer(
-        bind="tcp://127.0.0.1:*",
+        link=open_link("tcp://127.0.0.1:*", keys=None, probe_s=PROBE_S),
         world_size=world_size,
         run="",
         keep=1,
@@ -62,9 +62,7 @@ def make_server(world_size: int, on_ack: Callable[[int], None]) -> BatchServer:
         on_trained=ignore,
         on_done=ignore,
         when_durable=lambda callback: callback(),
-        keys=None,
         token=None,
-        probe_s=PROBE_S,
     )
 
 

@@ -12,23 +12,35 @@ the same task in every process; each result carries the task's digest, by which 
 import asyncio
 import contextlib
 import math
-import traceback
 from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 import structlog
 
 from envs import wire
 from envs.digests import digest_of
 from envs.environment import Environment, Task, Tasks, is_group_scored
-from envs.errors import NoExceptionError, RolloutFailure, stopped_by_caller
+from envs.errors import (
+    EnvironmentLoadError,
+    EnvironmentRaisedError,
+    NoExceptionError,
+    RolloutFailure,
+    stopped_by_caller,
+)
 from envs.model import ChatClient, Model, ModelSettings
+from envs.places import find_place, package_of, place_of, readable_traceback
+from envs.places import text_of as _text
 from envs.rollout import InvalidRolloutError, Rollout, fits_float32
 from envs.seeding import seeded
 
 log = structlog.get_logger()
 
+T = TypeVar("T")
+
 _DETAIL_CHARS = 8000
 _MESSAGE_CHARS = 2000
+_WHERE_CHARS = 300
 _LOGGED_IN_FULL = 20
 _LOGGED_EVERY = 100
 _DIGESTS_KEPT = 1 << 16
@@ -39,7 +51,15 @@ SAMPLED = 2
 class Responder:
     """Answers the requests for one environment with one HTTP client."""
 
-    def __init__(self, environment: Environment, *, client: ChatClient, env: str, seed: int = 0) -> None:
+    def __init__(
+        self,
+        environment: Environment,
+        *,
+        client: ChatClient,
+        env: str,
+        seed: int = 0,
+        log_failures: bool = True,
+    ) -> None:
         self._environment = environment
         self._client = client
         self._env = env
@@ -47,11 +67,41 @@ class Responder:
         self._digests: dict[tuple[str, int], int] = {}
         self._splits: dict[str, Tasks] = {}
         self._failures: Counter[str] = Counter()
+        self._log_failures = log_failures
+        self._package = package_of(environment)
+        self._rollout = place_of(environment.rollout)
         self.group_scored = is_group_scored(environment)
+        self.capacity: int | None = None
+        """Rollouts that the environment can run at once, if it has a limit of its own."""
+
+    async def prepare(self, splits: Iterable[str]) -> dict[str, int | None]:
+        """Set the environment up and count the tasks of each split; EnvironmentLoadError says what of it failed."""
+        step = "setup"
+        try:
+            with seeded(self._seed, step):
+                await self._environment.setup()
+            self.capacity = self._environment.capacity
+            step = "tasks"
+            counts = {split: self.tasks_in(split) for split in splits}
+            for split in counts:
+                # Before anybody waits for them: a task may take seconds to be made.
+                self.samples_of(split)
+            return counts
+        except EnvironmentLoadError:
+            raise
+        # The environment's own code, which may raise anything, exit() included.
+        except BaseException as error:
+            if stopped_by_caller(error):
+                raise
+            raise EnvironmentRaisedError(f'{step} of "{self._env}"', error, self._package) from error
 
     def tasks_in(self, split: str) -> int | None:
         """Number of tasks in a split, None when unbounded; whatever the environment raises passes through."""
         return _length(self._tasks(split))
+
+    def task(self, split: str, index: int) -> Task:
+        """One task; whatever the environment raises passes through."""
+        return self._look_up(split, index)
 
     def samples_of(self, split: str) -> dict[int, int]:
         """Digests of the first tasks of a split, by index; a task that cannot be made has none."""
@@ -67,22 +117,42 @@ class Responder:
         self, request: wire.Request, settings: ModelSettings, *, protocol: int = wire.PROTOCOL
     ) -> list[bytes]:
         """Do what is asked and return the message that answers it."""
+        frames = await self._ended(
+            request,
+            settings,
+            lambda rollouts, digest: wire.encode_result(
+                request.id, rollouts, digest=digest, protocol=protocol
+            ),
+        )
+        return [wire.encode(frames)] if isinstance(frames, wire.Failure) else frames
+
+    async def rollouts(self, request: wire.Request, settings: ModelSettings) -> list[Rollout] | wire.Failure:
+        """The same for a caller in this process: the rollouts themselves, or how the request failed."""
+        return await self._ended(request, settings, lambda rollouts, _: rollouts)
+
+    async def _ended(
+        self, request: wire.Request, settings: ModelSettings, finish: Callable[[list[Rollout], int], T]
+    ) -> T | wire.Failure:
         try:
             async with asyncio.timeout(request.timeout_s or None) as deadline:
                 task = self._task(request)
                 rollouts = await self._rollouts(request, settings, task)
             # Only now: a task that is made when it is looked into was made by its rollout, where that takes no time.
-            digest = self._digest(request.split, request.index, task)
-            return wire.encode_result(request.id, rollouts, digest=digest, protocol=protocol)
+            return finish(rollouts, self._digest(request.split, request.index, task))
         # Anything an environment raises is the rollout's outcome; the server and its other requests go on.
         except BaseException as error:
             if stopped_by_caller(error):
                 raise
             failure = _failure(
-                request, error, timed_out=isinstance(error, TimeoutError) and deadline.expired()
+                request,
+                error,
+                timed_out=isinstance(error, TimeoutError) and deadline.expired(),
+                package=self._package,
+                rollout=self._rollout,
             )
-            self._log(request, failure)
-            return [wire.encode(failure)]
+            if self._log_failures:
+                self._log(request, failure)
+            return failure
 
     async def _rollouts(self, request: wire.Request, settings: ModelSettings, task: Task) -> list[Rollout]:
         if self.group_scored and request.kind != "group":
@@ -120,7 +190,13 @@ class Responder:
         tasks = self._splits.get(split)
         if tasks is None:
             with seeded(self._seed, split):
-                tasks = self._splits[split] = self._environment.tasks(split)
+                tasks = self._environment.tasks(split)
+            if not hasattr(tasks, "__getitem__"):
+                raise EnvironmentLoadError(
+                    f'"{self._env}": tasks("{split}") ({place_of(self._environment.tasks)}) returned '
+                    f"a {type(tasks).__name__}; return a list of tasks, or anything that has them by index"
+                )
+            self._splits[split] = tasks
         return tasks
 
     def _task(self, request: wire.Request) -> Task:
@@ -163,41 +239,42 @@ class Responder:
             kind=failure.kind,
             task=f"{self._env}/{request.split}/{request.index}",
             message=failure.message,
+            where=failure.where or None,
             retryable=failure.retryable,
             seen=seen,
             traceback=failure.detail,
         )
 
 
-def _failure(request: wire.Request, error: BaseException, *, timed_out: bool) -> wire.Failure:
-    """What an exception means for the request."""
+def _failure(
+    request: wire.Request, error: BaseException, *, timed_out: bool, package: str, rollout: str
+) -> wire.Failure:
+    """What an exception means for the request; `package` is the environment's own code, `rollout` where that begins."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     if isinstance(error, NoExceptionError) and error.__cause__ is not None:
         error = error.__cause__
-    kind, retryable, detail = "error", isinstance(error, OSError), "".join(traceback.format_exception(error))
-    message = f"{type(error).__name__}: {_text(error)}"
+    kind, retryable, detail = "error", isinstance(error, OSError), readable_traceback(error, package)
+    message, where = f"{type(error).__name__}: {_text(error)}", find_place(error, package)
     if isinstance(error, asyncio.CancelledError):
         retryable, message, detail = True, "the environment cancelled its own rollout", ""
     if timed_out:
-        kind, retryable, detail = "timed_out", True, ""
+        kind, retryable, detail, where = "timed_out", True, "", ""
         message = f"not done in {request.timeout_s:g} s"
     elif isinstance(error, RolloutFailure):
         kind, retryable, message, detail = error.kind, bool(error.retryable), _text(error.message), ""
+        where = ""
     elif isinstance(error, InvalidRolloutError):
-        kind, message = "invalid_rollout", str(error)
+        # What it returned was found wrong only after its own code had ended.
+        kind, message, where = "invalid_rollout", str(error), where or rollout
     return wire.Failure(
-        request.id, _text(kind)[:100], message[:_MESSAGE_CHARS], retryable, _text(detail[-_DETAIL_CHARS:])
+        request.id,
+        _text(kind)[:100],
+        message[:_MESSAGE_CHARS],
+        retryable,
+        _text(detail[-_DETAIL_CHARS:]),
+        where=_text(where[-_WHERE_CHARS:]),
     )
-
-
-def _text(value: object) -> str:
-    """A text that can be sent, of anything: lone surrogates are replaced, and str() may raise."""
-    try:
-        return str(value).encode("utf-8", "replace").decode()
-    # A failure must reach the client whatever the environment's exception does when it is shown.
-    except BaseException:  # noqa: BLE001  see above
-        return f"a {type(value).__name__} that cannot be shown"
 
 
 def _checked(rollout: object, *, train: bool) -> Rollout:

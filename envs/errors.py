@@ -11,6 +11,8 @@ from enum import StrEnum
 from functools import lru_cache
 from urllib.parse import urlsplit, urlunsplit
 
+from envs.places import describe, readable_traceback
+
 
 class FailureKind(StrEnum):
     """Failures that `Model` and its HTTP client raise."""
@@ -61,6 +63,17 @@ def stopped_by_caller(error: BaseException) -> bool:
 
 class EnvironmentLoadError(ValueError):
     """An environment id that cannot be loaded; the message is one line for the user."""
+
+
+class EnvironmentRaisedError(EnvironmentLoadError):
+    """An environment's own code raised while it was loaded; the message says in which step, what and where.
+
+    `traceback` has the author's frames.
+    """
+
+    def __init__(self, step: str, error: BaseException, package: str = "") -> None:
+        super().__init__(f"{step} raised {describe(error, package)}")
+        self.traceback = readable_traceback(error, package)
 
 
 @lru_cache(maxsize=256)

@@ -1,8 +1,11 @@
 """From "module:attribute" to the object: the one importer of environments, strategies and functions that users name.
 
 A mistake is an `ImportReferenceError` of one line: it tells a module that is not there from one whose own dependency is
-not, and names the nearest attributes. Modules of the working directory are found too. What a module raises while
-it is imported, other than an ImportError, passes through with its traceback.
+not, and names the nearest attributes. What a module raises while it is imported, other than an ImportError, passes
+through with its traceback.
+
+The rule of where modules are found is here alone: in the working directory, then in the directory of the configuration
+file that names them, then wherever the interpreter looks. `module_path` is that rule for the path of a child process.
 """
 
 import difflib
@@ -13,9 +16,27 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from envs.places import describe, find_place
+
 
 class ImportReferenceError(ValueError):
     """A reference that leads nowhere; the message is one line for the user."""
+
+
+_beside: list[Path] = []
+"""Directories of the configuration files that this process has read, the newest first."""
+
+
+def look_beside(directory: Path) -> None:
+    """Find modules of a configuration's own directory too, from now on."""
+    if directory in _beside:
+        _beside.remove(directory)
+    _beside.insert(0, directory)
+
+
+def module_path(*beside: Path) -> list[str]:
+    """Where modules are looked for first: the working directory, then the directories beside it."""
+    return list(dict.fromkeys(map(str, (Path.cwd(), *beside))))
 
 
 def import_attribute(reference: str, *, what: str, suggest: Callable[[object], bool] | None = None) -> Any:
@@ -50,20 +71,24 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def _import(module_name: str, shown: str) -> ModuleType:
-    """Import a module, also from the working directory, which a console script does not have on its path."""
-    here = str(Path.cwd())
-    if here not in sys.path and "" not in sys.path:
-        sys.path.insert(0, here)
+    """Import a module, also from places that a console script does not have on its path."""
+    places = module_path(*_beside)
+    sys.path[:0] = [place for place in places if place not in sys.path]
     try:
         return importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         missing = error.name or ""
         if module_name == missing or module_name.startswith(f"{missing}."):
             raise ImportReferenceError(
-                f"{shown}: there is no module {missing} for {sys.executable}; install it, or start where it is found"
+                f"{shown}: there is no module {missing} for {sys.executable}, nor in {' or '.join(places)}; "
+                "install it, or start where it is found"
             ) from None
+        place = find_place(error)
         raise ImportReferenceError(
             f'{shown}: its module needs "{missing}", which is not installed for {sys.executable}'
+            + (f" (at {place})" if place else "")
         ) from error
     except ImportError as error:
-        raise ImportReferenceError(f"{shown}: its module cannot be imported: {error}") from error
+        raise ImportReferenceError(
+            f"{shown}: its module cannot be imported: {describe(error).removeprefix('ImportError: ')}"
+        ) from error

@@ -3,19 +3,20 @@
 An id is `<loader>::<environment>[@split]`, "module:Class" of an `Environment` (a function that returns one
 does as well), or the plain name of a built-in. Loaders are a table of names to "module:attr"; each is
 imported only when an id asks for it, so that what an adapter depends on stays out of every other process.
-Every mistake is an `EnvironmentLoadError` of one line that names the nearest valid names; an exception
-inside an environment's own constructor passes through with its traceback.
+Every mistake is an `EnvironmentLoadError` of one line that names the nearest valid names. What an environment's own
+code raises while it is imported or made is an `EnvironmentRaisedError`, with the author's file and line, and a traceback.
 """
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from envs.builtin import BUILTIN
 from envs.environment import Environment
-from envs.errors import EnvironmentLoadError
+from envs.errors import EnvironmentLoadError, EnvironmentRaisedError
 from envs.importing import ImportReferenceError, import_attribute, nearest
+from envs.places import place_of
 
 
 class Loader(Protocol):
@@ -73,8 +74,50 @@ def load_environment(
     """The environment of an id, made with `args`."""
     identity = parse_id(text)
     if not identity.loader:
-        return make_environment(_resolve(identity.name, "environment"), args or {}, text)
-    return find_loader(identity.loader, loaders=loaders).load(identity.name, args or {})
+        environment = make_environment(_resolve(identity.name, "environment"), args or {}, text)
+    else:
+        loader = find_loader(identity.loader, loaders=loaders)
+        environment = _made(lambda: loader.load(identity.name, args or {}), f'loading "{text}"')
+    check_methods(environment, text)
+    return environment
+
+
+def check_methods(environment: Environment, shown: str) -> None:
+    """Refuse methods that are async where they must not be, or the other way round: later errors would not say so."""
+    for name in ("rollout", "score_group", "setup", "close"):
+        method = inspect.unwrap(getattr(environment, name))
+        if inspect.isasyncgenfunction(method):
+            raise EnvironmentLoadError(
+                f'"{shown}": {name} ({place_of(method)}) yields; it must return its result instead'
+            )
+        if inspect.isroutine(method) and not inspect.iscoroutinefunction(method):
+            raise EnvironmentLoadError(
+                f'"{shown}": {name} ({place_of(method)}) is a plain function; write "async def {name}", '
+                "and await what it calls"
+            )
+    if inspect.iscoroutinefunction(environment.tasks) or inspect.isasyncgenfunction(environment.tasks):
+        raise EnvironmentLoadError(
+            f'"{shown}": tasks ({place_of(environment.tasks)}) is async; write "def tasks", and load what it needs '
+            'in "async def setup"'
+        )
+
+
+def _made(make: Callable[[], Environment], step: str) -> Environment:
+    try:
+        return make()
+    except EnvironmentLoadError:
+        raise
+    # The environment's own code, which may raise anything, exit() included.
+    except (Exception, SystemExit) as error:
+        raise EnvironmentRaisedError(step, error) from error
+
+
+def find_factory(text: str) -> Any:
+    """The class or function that makes the environment of an id; None where that is a loader's own affair."""
+    identity = parse_id(text)
+    if not identity.loader:
+        return _resolve(identity.name, "environment")
+    return _resolve(BUILTIN[identity.name].target, "environment") if identity.loader == "builtin" else None
 
 
 def find_loader(name: str, *, loaders: Mapping[str, str] = LOADERS) -> Loader:
@@ -104,7 +147,8 @@ def make_environment(factory: Any, args: Mapping[str, Any], shown: str) -> Envir
         taken = list(inspect.signature(factory).parameters)
         takes = f"it takes {', '.join(taken)}" if taken else "it takes none"
         raise EnvironmentLoadError(f'args of "{shown}" do not fit: {error}; {takes}') from None
-    environment = factory(**args)
+    what = "the constructor of" if isinstance(factory, type) else "calling"
+    environment = _made(lambda: factory(**args), f'{what} "{shown}"')
     if not isinstance(environment, Environment):
         raise EnvironmentLoadError(f'"{shown}" returned a {type(environment).__name__}, not an Environment')
     return environment
@@ -135,6 +179,9 @@ def _resolve(reference: str, what: str) -> Any:
         return import_attribute(reference, what=what, suggest=_is_environment)
     except ImportReferenceError as error:
         raise EnvironmentLoadError(str(error)) from error.__cause__
+    # The module's own code, which may raise anything, exit() included.
+    except (Exception, SystemExit) as error:
+        raise EnvironmentRaisedError(f'importing {what} "{reference}"', error) from error
 
 
 def _is_environment(value: object) -> bool:

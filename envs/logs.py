@@ -9,7 +9,8 @@ that one message of a foreign server cannot fill a disk; on a terminal, control 
 import logging
 import re
 import sys
-from collections.abc import MutableMapping
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Any, Literal, TextIO
 
@@ -85,6 +86,50 @@ def configure_logging(
         logging.getLogger(name).setLevel(max(number, logging.WARNING))
 
 
+@contextmanager
+def log_to(file: TextIO, level: str) -> Iterator[None]:
+    """Write the events of a block to a file, in a program whose logging is its own affair.
+
+    Where the program has set structlog up, events go its way too; else warnings go to standard error. The standard
+    library's logging is left alone.
+    """
+    before, was_set_up = structlog.get_config(), structlog.is_configured()
+    if was_set_up:
+        structlog.configure(processors=[_Copy(file), *before["processors"]])
+    else:
+        pretty = structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), exception_formatter=_plain)
+        structlog.configure(
+            processors=[
+                structlog.contextvars.merge_contextvars,
+                structlog.processors.add_log_level,
+                cut_fields,
+                _Copy(file),
+                _drop_below_warning,
+                structlog.processors.TimeStamper(fmt="%H:%M:%S.%f", utc=False),
+                _tame,
+                pretty,
+            ],
+            wrapper_class=structlog.make_filtering_bound_logger(_LEVELS[level.lower()]),
+            logger_factory=structlog.WriteLoggerFactory(sys.stderr),
+            cache_logger_on_first_use=False,
+        )
+    try:
+        yield
+    finally:
+        if was_set_up:
+            structlog.configure(**before)
+        else:
+            structlog.reset_defaults()
+
+
+def _drop_below_warning(
+    logger: Any, method: str, event: MutableMapping[str, Any]
+) -> MutableMapping[str, Any]:
+    if _LEVELS.get(str(event.get("level")), 0) < _LEVELS["warning"]:
+        raise structlog.DropEvent
+    return event
+
+
 class _Bound:
     """Adds the fields of the process to every event; what the event says itself wins."""
 
@@ -105,7 +150,7 @@ class _Copy:
 
     def __call__(self, logger: Any, method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
         # In a log that is read later a time has its date.
-        line: Any = {**event, "time": datetime.now(UTC).isoformat().replace("+00:00", "Z")}
+        line: Any = {"level": method, **event, "time": datetime.now(UTC).isoformat().replace("+00:00", "Z")}
         for processor in _AS_JSON:
             line = processor(logger, method, line)
         self._out.write(f"{line}\n")

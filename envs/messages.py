@@ -160,7 +160,7 @@ class ResultHeader(msgspec.Struct, tag="result", frozen=True, omit_defaults=True
 class Failure(msgspec.Struct, tag="failure", frozen=True, omit_defaults=True):
     """A request ended badly. `kind` is a short snake_case name to count by; `detail` is for the log only.
 
-    `inflight` is never sent: the client sets it for the requests of a server that it lost.
+    `where` is the last line of the environment's own code that an exception of it passed, if it was one. `inflight` is never sent: the client sets it for the requests of a server that it lost.
     """
 
     id: Id
@@ -169,6 +169,12 @@ class Failure(msgspec.Struct, tag="failure", frozen=True, omit_defaults=True):
     retryable: bool
     detail: str = ""
     inflight: int = 0
+    where: str = ""
+
+    @property
+    def described(self) -> str:
+        """What happened and where, in one line."""
+        return f"{self.message}, at {self.where}" if self.where else self.message
 
     @property
     def lost(self) -> bool:

@@ -30,6 +30,14 @@ RESERVED = frozenset(
 """Request fields that are decided here and that sampling must not set."""
 
 
+def unpacked(sampling: Mapping[str, Any]) -> dict[str, Any]:
+    """Sampling parameters as a request has them: those of the table `extra_body` beside the others."""
+    flat = dict(sampling)
+    if isinstance(flat.get("extra_body"), Mapping):
+        flat |= flat.pop("extra_body")
+    return flat
+
+
 class ChatClient(Protocol):
     """What a model needs of an HTTP client; `envs.inference_client.InferenceClient` is the real one."""
 
@@ -42,7 +50,7 @@ class ChatClient(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ModelSettings:
-    """What all rollouts of one client share. `sampling` goes into the request as it is."""
+    """What all rollouts of one client share. `sampling` goes into the request as it is; its `extra_body` is unpacked."""
 
     model: str
     sampling: Mapping[str, Any] = field(default_factory=dict)
@@ -53,9 +61,11 @@ class ModelSettings:
     headers: Mapping[str, str] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        _refuse_reserved(self.sampling)
+        sampling = unpacked(self.sampling)
+        _refuse_reserved(sampling)
+        object.__setattr__(self, "sampling", sampling)
         # Fields that every request repeats, computed once.
-        request: dict[str, Any] = {"model": self.model, **self.sampling}
+        request: dict[str, Any] = {"model": self.model, **sampling}
         if self.train:
             request |= {"logprobs": True, "return_token_ids": True}
         headers = {"Content-Type": "application/json"}

@@ -27,11 +27,12 @@ from envs.answering import Responder
 from envs.curve import Gatekeeper, secure_server
 from envs.drained import DrainedSocket
 from envs.environment import Environment
-from envs.errors import EnvironmentLoadError
+from envs.errors import EnvironmentLoadError, EnvironmentRaisedError
 from envs.inference_client import InferenceClient
 from envs.lifeline import Lifeline
 from envs.loader import load_environment
 from envs.logs import configure_logging
+from envs.report import write_report
 from envs.seeding import seeded
 from envs.server_spec import EXIT_STARTUP, ServerSpec
 from envs.sessions import ActiveRequest, Sessions
@@ -141,18 +142,11 @@ class EnvServer:
         spec = self._spec
         responder = Responder(self._environment, client=client, env=spec.env or spec.id, seed=spec.seed)
         try:
-            with seeded(spec.seed, "setup"):
-                await self._environment.setup()
-            counts = {split: responder.tasks_in(split) for split in spec.splits}
-            # Before anybody waits for them: a task may take seconds to be made.
-            for split in spec.splits:
-                responder.samples_of(split)
-            capacity = self._environment.capacity
-        # The environment's own code, which may raise anything, exit() included; its traceback belongs into the log.
-        except BaseException as error:
-            if isinstance(error, asyncio.CancelledError) and self._stopping.is_set():
-                raise
-            log.exception("server.start_failed", why=f'environment "{self._spec.id}" did not load: {error!r}')
+            counts = await responder.prepare(spec.splits)
+            if spec.report:
+                write_report(spec, responder)
+        except EnvironmentLoadError as error:
+            _log_load_failure(error)
             self.load_failed = True
             self.stop()
             return
@@ -161,7 +155,7 @@ class EnvServer:
             count_tasks=responder.tasks_in,
             sample_tasks=responder.samples_of,
             group_scored=responder.group_scored,
-            capacity=capacity,
+            capacity=responder.capacity,
         )
         log.info("server.ready", tasks=counts, group_scored=responder.group_scored)
 
@@ -231,6 +225,12 @@ class EnvServer:
         self._sessions.on_done(active, frames, failed=len(frames) == 1)
 
 
+def _log_load_failure(error: EnvironmentLoadError) -> None:
+    """Why an environment cannot be loaded, and the author's own traceback where its code raised."""
+    trace = error.traceback if isinstance(error, EnvironmentRaisedError) else None
+    log.error("server.start_failed", why=str(error), traceback=trace)
+
+
 def _resident_bytes() -> int:
     """Memory of this process; its peak where the present one cannot be read."""
     try:
@@ -246,11 +246,7 @@ def run_server(spec: ServerSpec, *, on_start: Callable[[EnvServer], None] = lamb
         with seeded(spec.seed, "load"):
             environment = load_environment(spec.id, spec.args)
     except EnvironmentLoadError as error:
-        log.error("server.start_failed", why=str(error))
-        return EXIT_STARTUP
-    # The environment's own code, which may raise anything, exit() included; its traceback belongs into the log.
-    except (Exception, SystemExit):
-        log.exception("server.start_failed", why=f'the constructor of environment "{spec.id}" raised')
+        _log_load_failure(error)
         return EXIT_STARTUP
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         return runner.run(_serve(spec, environment, on_start))
@@ -282,6 +278,18 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return None
 
 
+def _no_breakpoint(environment: str) -> Callable[..., None]:
+    """What breakpoint() does in a server: its standard input is empty, and a debugger would end the rollout unasked."""
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise RuntimeError(
+            "breakpoint() needs a terminal, which an env server does not have; "
+            f'debug with "orchestrator env try {environment} -n 1", or name another debugger in PYTHONBREAKPOINT'
+        )
+
+    return refuse
+
+
 def main() -> int:
     """Entry point of a spawned server."""
     lifeline = Lifeline()
@@ -290,6 +298,8 @@ def main() -> int:
         return EXIT_STARTUP
     spec = msgspec.json.decode(line, type=ServerSpec)
     configure_logging(spec.log_level, spec.log_format, server=spec.name)
+    if not os.environ.get("PYTHONBREAKPOINT"):
+        sys.breakpointhook = _no_breakpoint(spec.id)
 
     def watch_parent(server: EnvServer) -> None:
         loop = asyncio.get_running_loop()

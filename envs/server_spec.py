@@ -14,7 +14,8 @@ EXIT_STARTUP = 3
 class ServerSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Everything a server is told: `name` is its own, `env` the environment's. `splits` are loaded before it is ready.
 
-    What is random while the environment is loaded, and while its tasks are made, follows from `seed`.
+    `report` names a file in which it describes its first tasks before it is ready. What is random while the environment
+    is loaded, and while its tasks are made, follows from `seed`.
     """
 
     name: str
@@ -32,6 +33,7 @@ class ServerSpec(msgspec.Struct, frozen=True, kw_only=True):
     key_variables: list[str] = []
     log_level: str = "info"
     log_format: LogFormat = "json"
+    report: str = ""
 
     def __repr__(self) -> str:
         """Without keys and arguments, which may be secret."""

@@ -11,7 +11,8 @@ OrchestratorError
 ├── StalledError           nothing that could be trained on came out for too long, exit 7
 └── InferenceError         the inference servers cannot be used, exit 8
     ├── EngineError(url)       one call to one server failed; retried, fatal only at the start
-    │   └── EngineUnfitError   the server cannot be used as configured; waiting does not help
+    │   ├── EngineUnfitError   the server cannot be used as configured; waiting does not help
+    │   └── EngineRefusedError its answers must not be trained on; it stays out, exit 2 where there is no other
     └── WeightUpdateError      a published version cannot be loaded; never fatal
 
 A failed rollout is an outcome, not an exception.

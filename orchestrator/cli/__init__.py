@@ -32,13 +32,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 def build_parser() -> argparse.ArgumentParser:
     """The parser with every command."""
     # Imported here, so that importing the package for its entry point stays cheap.
-    from orchestrator.cli import env, run, simulate, status
+    from orchestrator.cli import env, init, run, simulate, status
 
     parser = argparse.ArgumentParser(
-        prog="orchestrator", description="Rollout orchestrator for reinforcement learning."
+        prog="orchestrator",
+        description="Feeds a reinforcement-learning trainer of language models with batches of rollouts.",
+        epilog="`orchestrator COMMAND --help` tells about each; `orchestrator init DIR` writes a project to begin with.",
     )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for module in (run, env, simulate, status):
+    for module in (init, run, env, simulate, status):
         module.register(commands)
     return parser

@@ -28,12 +28,20 @@ class UsageError(ValueError):
 
 def register(commands: "Commands") -> None:
     """Add `env` and its subcommands; each sets `run`, a function of the arguments that returns the exit code."""
-    env = commands.add_parser("env", help="list, try and host environments", description=__doc__)
+    env = commands.add_parser(
+        "env",
+        help="list, try and host environments",
+        description="What the author or the host of an environment needs. None of these takes a configuration file.",
+    )
     verbs = env.add_subparsers(dest="verb", required=True, metavar="list | try | serve | keygen")
     _add_list(verbs)
     _add_try(verbs)
     _add_serve(verbs)
     _add_keygen(verbs)
+
+
+def _add(verbs: "Commands", name: str, line: str, text: str) -> argparse.ArgumentParser:
+    return verbs.add_parser(name, help=line, description=text)
 
 
 def parse_pairs(texts: Iterable[str], option: str) -> dict[str, Any]:
@@ -57,12 +65,23 @@ def parse_pairs(texts: Iterable[str], option: str) -> dict[str, Any]:
 
 
 def _add_list(verbs: "Commands") -> None:
-    parser = verbs.add_parser("list", help="show the environments that can be loaded")
+    parser = _add(
+        verbs,
+        "list",
+        "show the environments that can be loaded",
+        "Show the environments that this interpreter can load, and how to install the rest.",
+    )
     parser.set_defaults(run=_user_errors(_list))
 
 
 def _add_try(verbs: "Commands") -> None:
-    parser = verbs.add_parser("try", help="run a few rollouts of an environment and print them")
+    parser = _add(
+        verbs,
+        "try",
+        "run a few rollouts of an environment and print them",
+        "Run a few rollouts of one task as an env server would, and print what was said and earned. "
+        "Modules are found from the working directory. Exit code 1: a rollout failed, 3: the environment did not load.",
+    )
     parser.add_argument("id", help="<loader>::<environment>[@split], module:Class, or a built-in name")
     parser.add_argument("--base-url", help="inference server, with its /v1 (default: the small local policy)")
     parser.add_argument("--model", help="model name at the server (default: the first that it serves)")
@@ -71,28 +90,62 @@ def _add_try(verbs: "Commands") -> None:
     )
     parser.add_argument("--split", help='split of the tasks (default: that of the id, else "train")')
     parser.add_argument("--index", type=_natural, default=0, help="which task of the split (default: 0)")
-    parser.add_argument("--args", action="append", default=[], metavar="K=V|JSON", help="for the environment")
-    parser.add_argument("--sampling", action="append", default=[], metavar="K=V|JSON", help="request fields")
+    parser.add_argument(
+        "--args",
+        action="append",
+        default=[],
+        metavar="K=V|JSON",
+        help="arguments of the environment's constructor; repeatable",
+    )
+    parser.add_argument(
+        "--sampling", action="append", default=[], metavar="K=V|JSON", help="sampling parameters; repeatable"
+    )
     parser.add_argument("--max-tokens", type=_positive, help="most tokens of one reply")
     parser.add_argument("--temperature", type=float, help="sampling temperature")
     parser.add_argument("--system-prompt", help="put in front of every conversation")
     parser.add_argument("--api-key-env", metavar="NAME", help="environment variable with the API key")
-    parser.add_argument("--timeout", type=float, default=300.0, help="seconds that a rollout may take")
+    parser.add_argument(
+        "--timeout", type=float, default=300.0, help="seconds that a rollout may take; 0: any (default: 300)"
+    )
     parser.add_argument(
         "--eval", action="store_true", help="ask for no token ids, so that any chat endpoint will do"
+    )
+    parser.add_argument(
+        "--log-level",
+        default="info",
+        choices=["debug", "info", "warning", "error", "critical"],
+        help="of what the environment logs (default: info)",
     )
     parser.set_defaults(run=_user_errors(_try))
 
 
 def _add_serve(verbs: "Commands") -> None:
-    parser = verbs.add_parser("serve", help="host an environment for orchestrators elsewhere")
-    parser.add_argument("id", help="<loader>::<environment>, module:Class, or a built-in name")
-    parser.add_argument("--bind", default="tcp://127.0.0.1:7000", help="address of the first worker")
-    parser.add_argument("--workers", type=_positive, default=1, help="processes, on consecutive ports")
-    parser.add_argument(
-        "--capacity", type=_positive, default=256, help="rollouts that one worker runs at once"
+    parser = _add(
+        verbs,
+        "serve",
+        "host an environment for orchestrators elsewhere",
+        "Host an environment until a signal ends it, and print the `addresses` line for the configuration of an "
+        "orchestrator. A worker that dies is started again.",
     )
-    parser.add_argument("--args", action="append", default=[], metavar="K=V|JSON", help="for the environment")
+    parser.add_argument("id", help="<loader>::<environment>, module:Class, or a built-in name")
+    parser.add_argument(
+        "--bind",
+        default="tcp://127.0.0.1:7000",
+        help="address of the first worker (default: tcp://127.0.0.1:7000)",
+    )
+    parser.add_argument(
+        "--workers", type=_positive, default=1, help="processes, on consecutive ports (default: 1)"
+    )
+    parser.add_argument(
+        "--capacity", type=_positive, default=256, help="rollouts that one worker runs at once (default: 256)"
+    )
+    parser.add_argument(
+        "--args",
+        action="append",
+        default=[],
+        metavar="K=V|JSON",
+        help="arguments of the environment's constructor; repeatable",
+    )
     parser.add_argument("--insecure", action="store_true", help="allow other machines in without keys")
     parser.add_argument("--secret-key-file", metavar="FILE|env:NAME", help="CURVE secret key of this server")
     parser.add_argument(
@@ -114,7 +167,12 @@ def _add_serve(verbs: "Commands") -> None:
 
 
 def _add_keygen(verbs: "Commands") -> None:
-    parser = verbs.add_parser("keygen", help="make the CURVE keys of a server and of its clients")
+    parser = _add(
+        verbs,
+        "keygen",
+        "make the CURVE keys of a server and of its clients",
+        "Make two pairs of CURVE keys, one for `env serve` and one for the orchestrator that connects to it.",
+    )
     parser.add_argument("directory", type=Path, help="where the four files go; made if it does not exist")
     parser.set_defaults(run=_user_errors(_keygen))
 
@@ -156,6 +214,7 @@ def _try(arguments: argparse.Namespace) -> int:
             api_key_env=arguments.api_key_env,
             timeout_s=arguments.timeout,
             train=not arguments.eval,
+            log_level=arguments.log_level,
         )
     )
 

@@ -5,29 +5,26 @@ passes there. Without a base URL the small local policy answers.
 """
 
 import asyncio
-import contextlib
 import os
 import re
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-import aiohttp
 import msgspec
 import numpy as np
 from rich.console import Console
 from rich.markup import escape
 
 from envs import wire
-from envs.answering import Responder
 from envs.environment import Environment
-from envs.errors import shown_url
-from envs.inference_client import InferenceClient
+from envs.errors import EnvironmentRaisedError, shown_url
 from envs.loader import load_environment, parse_id
 from envs.logs import configure_logging
 from envs.model import ModelSettings
 from orchestrator.cli.env import UsageError
+from orchestrator.errors import ConfigError
+from orchestrator.service.rollouts import Opened, opened
 
 EXIT_FAILED = 1
 EXIT_STARTUP = 3
@@ -52,11 +49,12 @@ class TrySpec:
     api_key_env: str | None = None
     timeout_s: float = 300.0
     train: bool = True
+    log_level: str = "info"
 
 
 def try_environment(spec: TrySpec, *, console: Console | None = None) -> int:
     """Do it and print it; 0 when every rollout ended well, 1 when one failed, 3 when the environment did not load."""
-    configure_logging("critical")  # failures are printed here, in full; the log would only repeat them
+    configure_logging(spec.log_level, "pretty")
     console = console or Console(highlight=False, soft_wrap=True)
     api_key = None
     if spec.api_key_env is not None:
@@ -73,60 +71,41 @@ def try_environment(spec: TrySpec, *, console: Console | None = None) -> int:
         )
     except ValueError as error:
         raise UsageError(str(error)) from error
-    environment = load_environment(spec.id, spec.args)
-    with asyncio.Runner() as runner:
-        return runner.run(_try(spec, environment, settings, console))
+    try:
+        environment = load_environment(spec.id, spec.args)
+        with asyncio.Runner() as runner:
+            return runner.run(_try(spec, environment, settings, console))
+    except EnvironmentRaisedError as error:
+        console.print(f"{_shown(str(error))}\n", style="bold")
+        console.print(_shown(error.traceback.rstrip()), style="dim")
+        return EXIT_STARTUP
+    except ConfigError as error:
+        raise UsageError(str(error)) from None
 
 
 async def _try(spec: TrySpec, environment: Environment, settings: ModelSettings, console: Console) -> int:
     split = spec.split or parse_id(spec.id).split or "train"
-    async with _endpoint(spec) as base_url, InferenceClient(limit=spec.rollouts) as client:
-        if not settings.model:
-            settings = replace(settings, model=await _first_model(base_url, settings.api_key))
-        responder = Responder(environment, client=client, env=spec.id)
-        try:
-            await environment.setup()
-            count = responder.tasks_in(split)
-        # The environment's own code, which may raise anything: show where, as the server's log would.
-        except Exception:  # noqa: BLE001  see above
-            console.print_exception(show_locals=False)
-            return EXIT_STARTUP
-        try:
-            tasks = "unbounded" if count is None else f"{count} tasks"
-            scored = ", scored as a group" if responder.group_scored else ""
-            console.print(
-                f"{_shown(spec.id)}  split {split} ({tasks}), task {spec.index}{scored}; "
-                f"model {_shown(settings.model)} at {shown_url(base_url)}"
-            )
-            answers = await _run(spec, split, responder, settings, base_url)
-        finally:
-            await environment.close()
+    async with opened(
+        environment, spec.id, spec.base_url, settings, split=split, limit=spec.rollouts
+    ) as tried:
+        tasks = "unbounded" if tried.tasks is None else f"{tried.tasks} tasks"
+        scored = ", scored as a group" if tried.responder.group_scored else ""
+        console.print(
+            f"{_shown(spec.id)}  split {split} ({tasks}), task {spec.index}{scored}; "
+            f"model {_shown(tried.settings.model)} at {shown_url(tried.base_url)}"
+        )
+        answers = await _answers(spec, tried)
     failed = 0
     for answer in answers:
         failed += _show(answer, console)
     return EXIT_FAILED if failed else 0
 
 
-async def _run(
-    spec: TrySpec, split: str, responder: Responder, settings: ModelSettings, base_url: str
-) -> list[wire.Result | wire.Failure]:
+async def _answers(spec: TrySpec, tried: Opened) -> list[wire.Result | wire.Failure]:
     """The answers a server would send: one for the whole group, or one per rollout."""
-    grouped = responder.group_scored
-    requests = [
-        wire.Request(
-            id=number,
-            kind="group" if grouped else "rollout",
-            split=split,
-            index=spec.index,
-            base_url=base_url,
-            count=spec.rollouts if grouped else 1,
-            session=f"try-{os.getpid()}",
-            timeout_s=spec.timeout_s,
-        )
-        for number in range(1 if grouped else spec.rollouts)
-    ]
+    requests = tried.requests(spec.index, spec.rollouts, timeout_s=spec.timeout_s)
     async with asyncio.TaskGroup() as tasks:
-        running = [tasks.create_task(responder.answer(request, settings)) for request in requests]
+        running = [tasks.create_task(tried.responder.answer(request, tried.settings)) for request in requests]
     answers: list[wire.Result | wire.Failure] = []
     for task in running:
         message = wire.decode_to_client(task.result())
@@ -135,44 +114,12 @@ async def _run(
     return answers
 
 
-@asynccontextmanager
-async def _endpoint(spec: TrySpec) -> AsyncIterator[str]:
-    if spec.base_url is not None:
-        if not spec.base_url.startswith(("http://", "https://")):
-            raise UsageError(f"--base-url {spec.base_url} is not like http://127.0.0.1:8000/v1")
-        yield spec.base_url
-        return
-    from orchestrator.local.server import run_policy_server
-
-    async with run_policy_server() as base_url:
-        yield base_url
-
-
-async def _first_model(base_url: str, api_key: str | None) -> str:
-    """The model that the endpoint names first."""
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    where = shown_url(base_url.rstrip("/") + "/models")
-    try:
-        async with (
-            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30)) as session,
-            session.get(base_url.rstrip("/") + "/models", headers=headers) as response,
-        ):
-            body = await response.read()
-            status = response.status
-    except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-        raise UsageError(f"{where}: {error or type(error).__name__}; is the inference server up?") from None
-    with contextlib.suppress(msgspec.DecodeError, KeyError, IndexError, TypeError):
-        if status == 200:
-            return str(msgspec.json.decode(body)["data"][0]["id"])
-    raise UsageError(f"{where} answered {status} and names no model; give one with --model")
-
-
 def _show(answer: wire.Result | wire.Failure, console: Console) -> bool:
     """Print one answer; whether it is a failure."""
     if isinstance(answer, wire.Failure):
         again = "may help" if answer.retryable else "will not help"
         console.rule(f"rollout {answer.id + 1} failed", align="left")
-        console.print(f"{_shown(answer.kind)}: {_shown(answer.message)} (another attempt {again})")
+        console.print(f"{_shown(answer.kind)}: {_shown(answer.described)} (another attempt {again})")
         # Other kinds say it all in their message; only the environment's own exceptions need their place.
         if answer.kind == "error" and answer.detail:
             console.print(_shown(answer.detail.rstrip()), style="dim")

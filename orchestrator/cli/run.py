@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import AsyncExitStack, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,10 @@ if TYPE_CHECKING:
 
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
-OVERRIDES = "Any setting can be overridden: --batch.size 64, --train.env.math.ratio 0.5"
+OVERRIDES = (
+    "Any setting can be overridden: --batch.size 64, --train.env.math.ratio 0.5 (an env by its name), or by a variable: "
+    "ORCHESTRATOR__BATCH__SIZE=64. docs/configuration.md has all settings."
+)
 
 
 def register(commands: "Commands") -> None:
@@ -28,7 +32,12 @@ def register(commands: "Commands") -> None:
         commands, "run", "run until the steps are done; the same command again continues a run", run_command
     )
     run.add_argument("--fresh", action="store_true", help="start over: an existing journal is moved aside")
-    _add(commands, "check", "validate a configuration and say what would be started", check_command)
+    check = _add(commands, "check", "validate a configuration and say what would be started", check_command)
+    check.add_argument(
+        "--deep",
+        action="store_true",
+        help="also load every environment, ask the inference servers for the model, and try keys and ports",
+    )
     evaluate = _add(
         commands, "eval", "run the evaluations alone, against the configured inference servers", eval_command
     )
@@ -39,23 +48,34 @@ def _add(
     commands: "Commands", name: str, text: str, function: Callable[[argparse.Namespace], int]
 ) -> argparse.ArgumentParser:
     parser = commands.add_parser(name, help=text, description=text, epilog=OVERRIDES)
-    parser.add_argument("config", type=Path, metavar="CONFIG")
+    parser.add_argument("config", type=Path, metavar="CONFIG", help="configuration file (TOML)")
     parser.set_defaults(run=function, takes_overrides=True)
     return parser
 
 
 def check_command(arguments: argparse.Namespace) -> int:
     """Print the resolved configuration and what would be started."""
-    from orchestrator.service.blueprint import describe_start, verify
+    from orchestrator.service.blueprint import describe_start, faulty, verify
 
     config = load_config(arguments.config, arguments.overrides)
+    warnings = [f"{path}: {warning}" for path, warning in find_warnings(config.model_dump())]
+    if arguments.deep:
+        from envs.logs import configure_logging
+        from orchestrator.service.deep_check import look_deep
+
+        configure_logging("critical")  # what goes wrong is printed here, once
+        with asyncio.Runner() as runner:
+            found = runner.run(look_deep(config))
+        warnings += found.warnings
+        if found.problems:
+            raise faulty(found.problems)
     verify(config)
     print(json.dumps(config.model_dump(mode="json"), indent=2))
     print("\nwould start:")
     for line in describe_start(config):
         print(f"  {line}")
-    for path, warning in find_warnings(config.model_dump()):
-        print(f"warning: {path}: {warning}", file=sys.stderr)
+    for warning in warnings:
+        print(f"warning: {warning}", file=sys.stderr)
     return 0
 
 
@@ -86,11 +106,11 @@ async def _run(config: Config, *, fresh: bool) -> int:
     from rich.text import Text
 
     from envs.logs import configure_logging
-    from orchestrator.cli.log_file import open_log
-    from orchestrator.service import start_service
+    from orchestrator.service import build_front, start_service
     from orchestrator.service.blueprint import verify
     from orchestrator.service.health import calm_garbage_collector
-    from orchestrator.views.progress import print_summary, show_progress
+    from orchestrator.service.log_file import note, open_log
+    from orchestrator.views.progress import print_summary, show_progress, show_start
 
     verify(config)  # nothing is written for a configuration that cannot be started
     console, display = _console(config)
@@ -103,9 +123,11 @@ async def _run(config: Config, *, fresh: bool) -> int:
     log = structlog.get_logger()
     for path, warning in find_warnings(config.model_dump()):
         log.warning("config.warning", path=path, warning=warning)
-    signals = Signals()
+    signals, front = Signals(), build_front(config)
     try:
-        async with start_service(config, fresh=fresh) as service:
+        async with AsyncExitStack() as stack:
+            async with show_start(front.status, console) if display else nullcontext():
+                service = await stack.enter_async_context(start_service(config, fresh=fresh, front=front))
             signals.attach(service)
             calm_garbage_collector()
             beside = [show_progress(service.status, console)] if display else []
@@ -115,6 +137,10 @@ async def _run(config: Config, *, fresh: bool) -> int:
         # A signal during the start cancels this task; what had started has been stopped on the way here.
         if signals.exit_code:
             return signals.exit_code
+        raise
+    except Exception as error:
+        # The terminal gets it as one line, or as the traceback of our bug; the log must have it too.
+        note(log_file, "run.failed", error=f"{type(error).__name__}: {error}")
         raise
     print_summary(summary, console)
     return signals.exit_code

@@ -18,7 +18,11 @@ if TYPE_CHECKING:
 
 def register(commands: "Commands") -> None:
     """Add the command."""
-    parser = commands.add_parser("status", help="show what a running service is doing", description=__doc__)
+    parser = commands.add_parser(
+        "status",
+        help="show what a running service does and what it waits for",
+        description="Show what a running service does and what it waits for, asked over its HTTP side.",
+    )
     parser.add_argument("run_dir", type=Path, nargs="?", help="run directory of the service")
     parser.add_argument("--url", help="address of the service's HTTP side, instead of a run directory")
     parser.add_argument("--token-env", help="name of the environment variable that holds the bearer token")
@@ -50,6 +54,9 @@ def status_command(arguments: argparse.Namespace) -> int:
     console = Console()
     console.print(render(status))
     console.print(Text(plain(f"state: {status.state}; batch: {status.buffer}")))
+    for what, n in status.failures.items():
+        said = status.failure_reasons.get(what)
+        console.print(Text(plain(f"failed: {what} ({n} rollouts){f', the last: {said}' if said else ''}")))
     return 0
 
 

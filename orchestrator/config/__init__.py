@@ -1,21 +1,20 @@
 """Configuration: a TOML file, environment variables and command-line overrides, validated as a whole.
 
-The command line wins over environment variables (`ORCHESTRATOR__BATCH__SIZE=64`), which win over the file.
-`load_config` either returns a `Config` that can be run or raises one `ConfigError` that lists every problem
-with its TOML path.
+`load_config` either returns a `Config` that can be run or raises one `ConfigError` that lists every problem with its
+TOML path, and with the variable or flag that it came from.
 """
 
+import copy
 import difflib
-import os
-import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field, PrivateAttr, ValidationError
 from pydantic_core import ErrorDetails
-from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
+from envs.importing import look_beside
 from orchestrator.config.checks import find_problems, find_warnings
 from orchestrator.config.sections import (
     BatchConfig,
@@ -35,11 +34,10 @@ from orchestrator.config.sections import (
     Truthless,
 )
 from orchestrator.config.shapes import Problem, find_misshapen, shown
+from orchestrator.config.sources import ENV_PREFIX, Sources, read_toml
 from orchestrator.errors import ConfigError
 
-ENV_PREFIX = "ORCHESTRATOR__"
-
-__all__ = ["Config", "find_warnings", "load_config", "table_model"]
+__all__ = ["Config", "find_warnings", "load_config", "resolve_config", "table_model"]
 
 
 class Config(Truthless, BaseSettings):
@@ -75,6 +73,13 @@ class Config(Truthless, BaseSettings):
     http: HttpConfig = HttpConfig()
     log: LogConfig = LogConfig()
 
+    _directory: Path | None = PrivateAttr(default=None)
+
+    @property
+    def directory(self) -> Path | None:
+        """Where the file is, if there is one; modules that it names are looked for there too."""
+        return self._directory
+
     @classmethod
     def settings_customise_sources(
         cls,
@@ -90,13 +95,40 @@ class Config(Truthless, BaseSettings):
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     """Read, merge and validate; raises ConfigError with every problem found."""
-    data = _read_toml(path)
-    problems: list[Problem] = []
+    return _resolve(read_toml(path), path, overrides, {})
+
+
+def resolve_config(
+    source: str | Path | Mapping[str, Any] | Config,
+    overrides: Sequence[str] = (),
+    settings: Mapping[str, Any] | None = None,
+) -> Config:
+    """The same for programs: a file's path, a dict of the same shape, or a Config; `settings` are by dotted name."""
+    settings = settings or {}
+    if isinstance(source, Config):
+        if not overrides and not settings:
+            return source
+        data = source.model_dump(exclude_unset=True)
+        path = (source.directory or Path.cwd()) / "the configuration"
+    elif isinstance(source, Mapping):
+        data, path = copy.deepcopy(dict(source)), Path("the configuration")
+    else:
+        path = Path(source)
+        data = read_toml(path)
+    return _resolve(data, path, overrides, settings)
+
+
+def _resolve(
+    data: dict[str, Any], path: Path, overrides: Sequence[str], settings: Mapping[str, Any]
+) -> Config:
+    sources = Sources(data)
+    problems = sources.problems
     if not any(find_misshapen(data)):
-        _merge(data, _environment(problems))
-        _apply_overrides(data, overrides, problems)
+        sources.add_environment(Config)
+        sources.add_overrides(overrides)
+        sources.add_settings(settings)
     if misshapen := list(find_misshapen(data)):
-        raise _refusal(path, [*misshapen, *problems])  # nothing else can look at such values
+        raise _refusal(path, [*misshapen, *problems], sources)  # nothing else can look at such values
     # A setting's name is never passed on as one of the class' own arguments, which start with an underscore.
     for name in [name for name in data if name not in Config.model_fields]:
         del data[name]
@@ -109,106 +141,19 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     # Values from variables are text until they are validated; so the validated ones are looked at where there are any.
     problems += find_problems(data if config is None else config.model_dump(exclude_none=True))
     if problems or config is None:
-        raise _refusal(path, problems)
+        raise _refusal(path, problems, sources)
+    config._directory = path.resolve().parent
+    look_beside(config._directory)
     return config
 
 
-def _refusal(path: Path, problems: Sequence[Problem]) -> ConfigError:
-    lines = "\n".join(f"  {where}: {what}" for where, what in problems)
+def _refusal(path: Path, problems: Sequence[Problem], sources: Sources) -> ConfigError:
+    lines = []
+    for where, what in problems:
+        origin = sources.origin(where)
+        lines.append(f"  {where}: {what}" + (f" (set by {origin})" if origin else ""))
     count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-    return ConfigError(f"{path}: {count}\n{lines}")
-
-
-def _read_toml(path: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: there is no such file") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from None
-    except RecursionError:
-        raise ConfigError(f"{path}: not valid TOML: tables and lists are nested too deep") from None
-    except ValueError as error:  # a syntax error, or a number with more digits than Python reads
-        raise ConfigError(f"{path}: not valid TOML: {error}") from None
-
-
-def _environment(problems: list[Problem]) -> dict[str, Any]:
-    """What ORCHESTRATOR__* variables set; pydantic-settings would silently ignore unknown ones."""
-    for name in os.environ:
-        if name.upper().startswith(ENV_PREFIX):
-            section = name[len(ENV_PREFIX) :].split("__")[0].lower()
-            if section not in Config.model_fields:
-                problems.append((name, f'no such setting "{section}"{_nearest(section, Config)}'))
-    try:
-        return dict(EnvSettingsSource(Config)())
-    except RecursionError:
-        problems.append((ENV_PREFIX + "…", "tables and lists are nested too deep"))
-    except (
-        ValueError,
-        TypeError,
-        AttributeError,
-    ) as error:  # whatever values of a wrong shape lead to inside it
-        problems.append((ENV_PREFIX + "…", str(error)))
-    return {}
-
-
-def _merge(target: dict[str, Any], source: Mapping[str, Any]) -> None:
-    for key, value in source.items():
-        if isinstance(value, Mapping) and isinstance(target.get(key), dict):
-            _merge(target[key], value)
-        else:
-            target[key] = value
-
-
-def _apply_overrides(data: dict[str, Any], overrides: Sequence[str], problems: list[Problem]) -> None:
-    """`--batch.size 64` or `--batch.size=64`; list items by index or by env name (`--train.env.math.ratio 0.5`)."""
-    words = list(overrides)
-    while words:
-        word = words.pop(0)
-        key, equals, text = word.removeprefix("--").partition("=")
-        if not word.startswith("--"):
-            problems.append((word, "expected an override such as --batch.size 64"))
-            continue
-        if not equals:
-            if not words:
-                problems.append((word, "has no value"))
-                return
-            text = words.pop(0)
-        try:
-            _set(data, key.split("."), _value(text))
-        except LookupError as error:
-            problems.append((key, str(error.args[0])))
-
-
-def _value(text: str) -> Any:
-    try:
-        parsed = tomllib.loads(f"value = {text}")
-    except (ValueError, RecursionError):
-        return text
-    return parsed["value"] if len(parsed) == 1 else text
-
-
-def _set(target: Any, keys: list[str], value: Any) -> None:
-    *path, last = keys
-    for key in path:
-        if isinstance(target, list):
-            target = _item(target, key)
-        else:
-            target = _inside(target).setdefault(key.replace("-", "_"), {})
-    _inside(target)[last.replace("-", "_")] = value
-
-
-def _inside(target: Any) -> dict[str, Any]:
-    if not isinstance(target, dict):
-        raise LookupError("cannot be set: it is not inside a table")
-    return target
-
-
-def _item(items: list[Any], key: str) -> Any:
-    for position, item in enumerate(items):
-        if key == str(position) or (isinstance(item, dict) and key == (item.get("name") or item.get("id"))):
-            return item
-    raise LookupError(f'there is no item "{key}"')
+    return ConfigError("\n".join([f"{path}: {count}", *lines]))
 
 
 def _describe(details: ErrorDetails) -> Problem:
@@ -220,6 +165,8 @@ def _describe(details: ErrorDetails) -> Problem:
         return path, f"unknown key{_nearest(str(location[-1]), _section(location[:-1]))}"
     if details["type"] == "missing":
         return path, "is required"
+    if path in ("train.env", "eval.env") and isinstance(details["input"], dict):
+        return path, f"is one table where a list of them is meant; write [[{path}]], with two brackets"
     message = "input should be a table" if details["type"] == "model_type" else details["msg"]
     return path, f"{message[0].lower()}{message[1:]} (got {shown(details['input'])})"
 

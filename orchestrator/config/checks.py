@@ -4,7 +4,6 @@ These look at the merged data before validation, tolerate anything of the wrong 
 that), and so report together with it.
 """
 
-import math
 from collections.abc import Iterator, Mapping
 from fractions import Fraction
 from typing import Any
@@ -14,7 +13,8 @@ from envs.importing import nearest
 from envs.loader import LOADERS
 from orchestrator.config.domains import raw_domain_of, raw_targets
 from orchestrator.config.fitting import find_misfit_warnings, find_misfits
-from orchestrator.config.sections import BreakerConfig
+from orchestrator.config.sampling import find_bad_sampling
+from orchestrator.config.sections import FROM_TRAINER, BreakerConfig, DispatchConfig
 from orchestrator.config.shapes import Problem
 from orchestrator.mix.breaker import RESTORE, TRIP
 
@@ -27,11 +27,12 @@ def find_problems(data: Mapping[str, Any]) -> list[Problem]:
         *_names(data),
         *_ratios(data),
         *find_misfits(data),
-        *_sampling(data),
+        *find_bad_sampling(data),
         *_mix(data),
         *_domains(data),
         *_domain_targets(data),
         *_endpoints(data),
+        *_initial_weights(data),
         *_ranks(data),
         *_exposure(data),
     ]
@@ -94,30 +95,6 @@ def _ratios(data: Mapping[str, Any]) -> Iterator[Problem]:
             yield "train.env", f"every ratio{of_domain} is 0, so no env{of_domain} could ever be picked"
 
 
-def _sampling(data: Mapping[str, Any]) -> Iterator[Problem]:
-    """Sampling parameters are sent as JSON, which has neither dates nor numbers that are not finite."""
-    for table in ("train", "eval"):
-        tables = [(f"{table}.sampling", _table(data, table).get("sampling"))]
-        for position, env in enumerate(_envs(data, table)):
-            tables.append((f"{table}.env[{position}].sampling", env.get("sampling")))
-        for path, sampling in tables:
-            if isinstance(sampling, Mapping):
-                yield from _not_json(sampling, path)
-
-
-def _not_json(value: object, path: str) -> Iterator[Problem]:
-    if isinstance(value, Mapping):
-        for key, inner in value.items():
-            yield from _not_json(inner, f"{path}.{key}")
-    elif isinstance(value, list):
-        for position, inner in enumerate(value):
-            yield from _not_json(inner, f"{path}[{position}]")
-    elif isinstance(value, float) and not math.isfinite(value):
-        yield path, f"input should be a finite number (got {value})"
-    elif not isinstance(value, (str, int, float, bool, type(None))):
-        yield path, f"a {type(value).__name__} cannot be sent as JSON; write it as text"
-
-
 def _mix(data: Mapping[str, Any]) -> Iterator[Problem]:
     mix = _table(data, "mix")
     options = mix.get("options")
@@ -172,8 +149,22 @@ def _endpoints(data: Mapping[str, Any]) -> Iterator[Problem]:
     if "local" in data and urls:
         yield "inference.base_urls", "[local] starts its own inference server; remove one of the two"
     for position, url in enumerate(urls if isinstance(urls, list) else []):
+        where = f"inference.base_urls[{position}]"
         if isinstance(url, str) and not url.startswith(("http://", "https://")):
-            yield f"inference.base_urls[{position}]", f'"{url}" is not an http:// or https:// address'
+            yield where, f'"{url}" is not an http:// or https:// address'
+        elif isinstance(url, str) and not url.partition("://")[2].rstrip("/").partition("/")[2]:
+            yield where, f'"{url}" ends before its path; did you mean "{url.rstrip("/")}/v1"?'
+
+
+def _initial_weights(data: Mapping[str, Any]) -> Iterator[Problem]:
+    inference = _table(data, "inference")
+    initial, path = inference.get("initial_weights"), "inference.initial_weights"
+    if initial is None:
+        return
+    if "local" not in data and inference.get("weight_update", "none") == "none":
+        yield path, 'weight_update = "none" loads no weights; set weight_update, or remove this'
+    if initial == FROM_TRAINER and "local" in data and _table(data, "local").get("trainer", True):
+        yield path, "the reference trainer of [local] publishes no version 0; remove this"
 
 
 def _ranks(data: Mapping[str, Any]) -> Iterator[Problem]:
@@ -205,6 +196,9 @@ def _exposure(data: Mapping[str, Any]) -> Iterator[Problem]:
         )
     trainer = _table(data, "trainer")
     bind = trainer.get("bind", "tcp://127.0.0.1:5555")
+    if isinstance(bind, str) and "://" not in bind:
+        yield "trainer.bind", _no_scheme(bind)
+        bind = None
     guarded = trainer.get("secret_key_file") or trainer.get("insecure")
     if isinstance(bind, str) and not is_loopback(bind) and not guarded:
         yield (
@@ -225,12 +219,21 @@ def _exposure(data: Mapping[str, Any]) -> Iterator[Problem]:
                 )
             addresses = env.get("addresses")
             for address in addresses if isinstance(addresses, list) else []:
+                if isinstance(address, str) and "://" not in address:
+                    yield f"{table}.env[{position}].addresses", _no_scheme(address)
+                    continue
                 open_wire = isinstance(address, str) and not is_loopback(address)
                 if open_wire and not env.get("server_key_file") and not env.get("insecure"):
                     yield (
                         f"{table}.env[{position}].addresses",
                         f'"{address}" is off this machine; set server_key_file, or insecure = true',
                     )
+
+
+def _no_scheme(address: str) -> str:
+    """What to say of a ZMQ address that does not say how it is reached."""
+    guess = f"ipc://{address}" if address.startswith(("/", ".")) else f"tcp://{address}"
+    return f'"{address}" does not begin with tcp:// or ipc://; did you mean "{guess}"?'
 
 
 def _staleness_warning(data: Mapping[str, Any]) -> list[Problem]:
@@ -245,7 +248,8 @@ def _staleness_warning(data: Mapping[str, Any]) -> list[Problem]:
     ):
         return []
     room = (allowed + 1) * size
-    if inflight <= room:
+    # The default is meant for batches of the default size; whoever did not choose it need not hear of it.
+    if inflight <= room or inflight == DispatchConfig().max_inflight:
         return []
     text = f"only {room} rollouts can be under way with staleness.max_versions = {allowed}, so {inflight} are never in flight"
     return [("dispatch.max_inflight", text)]

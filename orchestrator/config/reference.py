@@ -24,7 +24,7 @@ Made by `make docs` from the docstrings in `orchestrator/config`; change them th
 
 A configuration is a TOML file. Environment variables win over the file, and the command line wins over both:
 
-```
+```sh
 ORCHESTRATOR__BATCH__SIZE=64 orchestrator run CONFIG
 orchestrator run CONFIG --batch.size 64 --train.env.math.ratio 0.5
 ```

@@ -21,6 +21,10 @@ MOST_SEQUENCES = 1_000_000
 MOST_TOKENS = 10**9
 
 
+FROM_TRAINER = "trainer"
+"""In place of a folder of initial weights."""
+
+
 class Truthless(BaseModel):
     """Takes no true or false where a number is meant; to Python they are 1 and 0."""
 
@@ -58,6 +62,10 @@ class InferenceConfig(Section):
     """OpenAI-compatible endpoints, each with its /v1."""
     weight_update: str = "none"
     """How new weights reach the servers: none, vllm, sglang, or "module:attr"."""
+    initial_weights: str | None = None
+    """Folder of the weights that a fresh run begins with; every server loads it before it gets work. "trainer": the trainer
+    publishes version 0 before the first batch. Unset: the weights that the servers were started with, and a server that
+    says it was given others since is refused."""
     api_key_env: str | None = None
     """Name of the environment variable that holds the API key."""
     ready_timeout_s: Seconds = 600
@@ -72,6 +80,8 @@ class InferenceConfig(Section):
     """Whether a published path is looked at before engines are told; false where only the engines see it."""
     update_timeout_s: Seconds = 300
     """Longest weight update of one server before it is taken out of the pool."""
+    accept_raw_logprobs: bool = False
+    """Train although a server returns log-probabilities from before temperature and cuts, where train.sampling uses them."""
 
 
 class LocalConfig(Section):
@@ -255,7 +265,13 @@ class TrainConfig(Section):
     group_size: Positive = 8
     """Rollouts per task, compared with each other."""
     sampling: dict[str, Any] = {}
-    """Sampling parameters, as the inference servers name them."""
+    """Sampling parameters, as the inference servers name them. What shapes the distribution is neutral unless it is set
+    here: temperature = 1, top_p = 1, top_k = -1, min_p = 0, repetition_penalty = 1. A name that neither the chat API nor
+    vLLM nor SGLang has is refused; what only your engine knows goes into the table extra_body, which is unpacked into
+    the request."""
+    neutral_sampling: bool = True
+    """Whether the neutral values are sent; false for servers that refuse such fields. What is not sent, vLLM takes from
+    generation_config.json in the model's folder."""
     env: Annotated[list[TrainEnvSection], Field(min_length=1)]
     """The environments, one [[train.env]] each."""
 
@@ -281,7 +297,8 @@ class EvalConfig(Section):
     rollouts_per_example: Positive = 1
     """Attempts at each task."""
     sampling: dict[str, Any] = {}
-    """Sampling parameters of evaluations."""
+    """Sampling parameters of evaluations, as in [train]; those are not taken over. For what is not set, the model's own
+    defaults (generation_config.json) hold."""
     env: list[EvalEnvSection] = []
     """The environments, one [[eval.env]] each."""
 

@@ -3,7 +3,7 @@
 Servers that we spawn listen on `ipc://` sockets in a private directory with a short path, which only the user
 can enter and which goes away with the launcher. Their instructions travel over standard input, never in
 arguments. They find our `envs` package under any interpreter through a directory that holds nothing but a
-link to it, and modules of the working directory behind it.
+link to it, and the modules that a configuration names behind it (`envs.importing.module_path`).
 """
 
 import contextlib
@@ -27,12 +27,13 @@ import envs
 from envs import keeper, wire
 from envs.addresses import is_loopback
 from envs.curve import ClientKeys
+from envs.importing import module_path
 from envs.logs import LogFormat
 from envs.server_spec import ServerSpec
 from envs.sessions import canonical_id
 from orchestrator.env_servers.link import Link, LinkListener
 from orchestrator.env_servers.processes import ChildProcess
-from orchestrator.env_servers.supervision import RestartPolicy
+from orchestrator.env_servers.supervision import RestartPolicy, last_lines
 from orchestrator.errors import EnvError, EnvProtocolError
 
 log = structlog.get_logger()
@@ -58,6 +59,8 @@ class EnvSpec:
     system_prompt: str | None
     api_key_env: str | None
     python: str | None
+    module_dirs: tuple[Path, ...]
+    """Where a spawned server finds modules, beside the working directory."""
     workers: int
     addresses: tuple[str, ...]
     capacity: int
@@ -75,6 +78,8 @@ class EnvSpec:
     log_dir: Path
     log_level: str
     log_format: LogFormat
+    report: Path | None
+    """Where a spawned server describes its first tasks before it is ready, for `check --deep`."""
 
 
 class ServerLauncher:
@@ -159,10 +164,12 @@ class ServerLauncher:
             key_variables=[spec.api_key_env] if spec.api_key_env else [],
             log_level=spec.log_level,
             log_format=spec.log_format,
+            report=str(spec.report or ""),
         )
         # Our `envs` comes first, from a directory that holds nothing else, so that another interpreter finds
         # it and a directory of that name in the working directory does not hide it.
-        path = [str(self._directory.path / "lib"), str(Path.cwd()), os.environ.get("PYTHONPATH", "")]
+        library, outside = str(self._directory.path / "lib"), os.environ.get("PYTHONPATH", "")
+        path = [library, *module_path(*spec.module_dirs), outside]
         child = ChildProcess(
             server_command(spec.python or sys.executable, "-P"),
             kept=True,
@@ -234,21 +241,24 @@ class ServerLauncher:
                 remedy='seed whatever is random; "orchestrator env try ID --check" shows which tasks differ',
             )
 
-    def explain(self, log_tail: str) -> str:
-        """What the last lines of a server's log say in one: its own reason, or the remedy they suggest."""
+    def explain(self, log_tail: str) -> tuple[str, str]:
+        """What the last lines of a server's log say in one, and what to show below: the author's frames, or the lines."""
         python = self._spec.python or sys.executable
         for module in _NEEDED:
             if f"No module named '{module}'" in log_tail:
                 packages = "msgspec pyzmq numpy aiohttp structlog"
-                return f"{python} lacks {module}; run: {python} -m pip install {packages}"
+                return f"{python} lacks {module}; run: {python} -m pip install {packages}", last_lines(
+                    log_tail
+                )
         if "nknown option: -P" in log_tail:
-            return f"{python} is older than Python 3.11, which env servers need"
+            return f"{python} is older than Python 3.11, which env servers need", last_lines(log_tail)
         for line in reversed(log_tail.splitlines()):
             with contextlib.suppress(msgspec.DecodeError):
                 record = msgspec.json.decode(line)
                 if isinstance(record, dict) and record.get("event") == "server.start_failed":
-                    return str(record.get("why"))
-        return ""
+                    trace = record.get("traceback")
+                    return str(record.get("why")), f"\n{str(trace).rstrip()}" if trace else ""
+        return "", last_lines(log_tail)
 
 
 def server_command(python: str, *options: str) -> list[str]:

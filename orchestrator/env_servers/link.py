@@ -30,6 +30,7 @@ log = structlog.get_logger()
 _SEND_HIGH_WATER = 10_000
 _MESSAGE_LENGTH = 1000
 _DETAIL_LENGTH = 8000
+_WHERE_LENGTH = 300
 _RECONNECT_MS = 50
 _RECONNECT_MAX_MS = 2000
 
@@ -424,10 +425,14 @@ def _plain(failure: wire.Failure) -> wire.Failure:
     """A failure as it may be told on: of a length that a log can hold, and not of the kind that only we can know."""
     if failure.lost or failure.inflight:
         failure = msgspec.structs.replace(failure, kind="error", inflight=0)
-    if len(failure.message) > _MESSAGE_LENGTH or len(failure.detail) > _DETAIL_LENGTH:
-        # What was raised stands at the end of a traceback.
+    long = len(failure.message) > _MESSAGE_LENGTH or len(failure.detail) > _DETAIL_LENGTH
+    if long or len(failure.where) > _WHERE_LENGTH:
+        # What was raised stands at the end of a traceback, and a file at the end of its path.
         failure = msgspec.structs.replace(
-            failure, message=failure.message[:_MESSAGE_LENGTH], detail=failure.detail[-_DETAIL_LENGTH:]
+            failure,
+            message=failure.message[:_MESSAGE_LENGTH],
+            detail=failure.detail[-_DETAIL_LENGTH:],
+            where=failure.where[-_WHERE_LENGTH:],
         )
     return failure
 

@@ -56,7 +56,7 @@ class ChildProcess:
         """Start it; OSError when it cannot be started at all. Without `log_path` its output goes where ours does."""
         self._loop = asyncio.get_running_loop()
         self.exited: asyncio.Future[int] = self._loop.create_future()
-        self._log_path = log_path
+        self.log_path = log_path
         self._log_bytes = log_bytes
         self._look_at_log_s = look_at_log_s
         self._rotation: asyncio.Future[None] | None = None
@@ -86,10 +86,10 @@ class ChildProcess:
 
     def log_tail(self, lines: int = 20) -> str:
         """The last lines that this child wrote."""
-        if self._log_path is None:
+        if self.log_path is None:
             return ""
         try:
-            with self._log_path.open("rb") as file:
+            with self.log_path.open("rb") as file:
                 end = file.seek(0, os.SEEK_END)
                 file.seek(max(self._log_start, end - _TAIL_BYTES))
                 text = file.read().decode(errors="replace")
@@ -164,9 +164,9 @@ class ChildProcess:
         self._log_timer = self._loop.call_later(self._look_at_log_s, self._look_at_log)
         copying = self._rotation is not None and not self._rotation.done()
         with contextlib.suppress(OSError):
-            if self._log_path is not None and not copying and self._log_path.stat().st_size > self._log_bytes:
+            if self.log_path is not None and not copying and self.log_path.stat().st_size > self._log_bytes:
                 self._log_start = 0
-                self._rotation = self._loop.run_in_executor(None, _rotate, self._log_path)
+                self._rotation = self._loop.run_in_executor(None, _rotate, self.log_path)
 
     def _wait_in_thread(self) -> None:
         """Where there are no process descriptors, a thread waits without reaping."""

@@ -73,8 +73,8 @@ class Launcher(Protocol):
     def check_ready(self, server: str, ready: wire.Ready) -> None:
         """EnvProtocolError when the server is not what its siblings are."""
 
-    def explain(self, log_tail: str) -> str:
-        """What the last lines of a server's log say in one, or nothing."""
+    def explain(self, log_tail: str) -> tuple[str, str]:
+        """What the last lines of a server's log say in one, or nothing; and what of them to show below that."""
 
 
 class Life:
@@ -265,15 +265,23 @@ class ServerSlot:
             why = link.handshake_error if link is not None and link.handshake_error else "does it run there?"
             return EnvStartupError(self.env, f"{what} at {address}; {why}")
         tail = life.process.log_tail()
-        why = self.launcher.explain(tail)
+        why, below = self.launcher.explain(tail)
         if not why and not life.ended.done():
             why = 'raise ready_timeout_s, or run "orchestrator env try" on it to see what it does'
-        return EnvStartupError(self.env, "; ".join(filter(None, [what, why])) + _last_lines(tail))
+        return EnvStartupError(
+            self.env, "; ".join(filter(None, [what, why])) + below + _log_named(life.process)
+        )
 
     def _describe_loss(self, life: Life, reason: str) -> str:
         tail = life.process.log_tail() if life.process is not None else ""
-        return f"server {self.name} keeps dying and its restarts are used up ({reason}){_last_lines(tail)}"
+        said = last_lines(tail) + _log_named(life.process)
+        return f"server {self.name} keeps dying and its restarts are used up ({reason}){said}"
 
 
-def _last_lines(tail: str) -> str:
+def last_lines(tail: str) -> str:
+    """The end of a log as it stands below a message."""
     return f"\nlast lines of its log:\n{tail}" if tail else ""
+
+
+def _log_named(process: ChildProcess | None) -> str:
+    return f"\nits log: {process.log_path}" if process is not None and process.log_path is not None else ""

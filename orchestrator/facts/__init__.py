@@ -1,6 +1,23 @@
 """What is known and remembered about a run: `facts` is told and remembers, `status` is what it looks like. Pure."""
 
 from orchestrator.facts.facts import Facts
-from orchestrator.facts.status import DomainStatus, EndpointStatus, EnvStatus, Status, WaitStatus, by_domain
+from orchestrator.facts.status import (
+    DomainStatus,
+    EndpointStatus,
+    EnvStatus,
+    Status,
+    WaitStatus,
+    by_domain,
+    status_without_run,
+)
 
-__all__ = ["DomainStatus", "EndpointStatus", "EnvStatus", "Facts", "Status", "WaitStatus", "by_domain"]
+__all__ = [
+    "DomainStatus",
+    "EndpointStatus",
+    "EnvStatus",
+    "Facts",
+    "Status",
+    "WaitStatus",
+    "by_domain",
+    "status_without_run",
+]

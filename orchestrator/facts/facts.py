@@ -14,6 +14,15 @@ from orchestrator.dispatch.versions import Versions
 from orchestrator.groups.group import Batch
 from orchestrator.mix import DeliveredMix
 
+REASON_CHARS = 400
+"""Of the text of a failure that is remembered."""
+
+LOST = "server_lost"
+"""The kind of failure of rollouts whose server died; the ledger has an outcome of its own for them."""
+
+TOLD = 4
+"""Kinds of failures that one message tells."""
+
 WINDOW = 16
 """Batches over which the recent mix is taken: some hundred groups, so that rounding does not show."""
 
@@ -27,6 +36,8 @@ class EnvFacts:
     reward_count: int = 0
     reward: float | None = None
     first_reward: float | None = None
+    failure: str = ""
+    """What the last failed rollout said."""
 
 
 class Facts:
@@ -43,6 +54,7 @@ class Facts:
         self.first_reward: float | None = None
         self.stale_sum = 0
         self.stale_max = 0
+        self._reasons: dict[tuple[str, str], str] = {}
         self._started = now
         self._earlier_s = 0.0
         self.delivered = DeliveredMix(list(targets), window=WINDOW)
@@ -57,6 +69,21 @@ class Facts:
     def dropped(self, env: str, reason: str, rollouts: int) -> None:
         """Rollouts that will not be trained on."""
         self.envs[env].dropped[reason] += rollouts
+
+    def failed(self, lane: Lane, env: str, kind: str, said: str) -> None:
+        """A rollout failed, and this is what it said; the last of each kind is remembered."""
+        said = " ".join(said.split())
+        if len(said) > REASON_CHARS:
+            # What was raised stands at the beginning, where it was raised at the end.
+            said = f"{said[: REASON_CHARS // 2]} … {said[-REASON_CHARS // 2 :]}"
+        self._reasons[env, self.ledger.kind(lane, env, kind)] = said
+        if lane is Lane.TRAIN:
+            self.envs[env].failure = said
+
+    def explain(self, env: str, kind: str) -> str:
+        """A kind of failure, with what the last one of it said."""
+        said = self._reasons.get((env, kind))
+        return f"{kind}: {said}" if said else kind
 
     def batch_formed(self, batch: Batch) -> float:
         """A batch is complete; closes the interval over which rewards are averaged. Returns the batch's own reward."""
@@ -119,6 +146,21 @@ class Facts:
             for _, env, outcome, detail, n in rows
             if outcome in ("failed", "timed_out", "lost")
         }
+
+    def failure_reasons(self) -> dict[str, str]:
+        """What the last failure of each of these said, as far as this process saw one."""
+        return {
+            f"{env}: {'lost' if kind == LOST else kind}": said for (env, kind), said in self._reasons.items()
+        }
+
+    def failures_told(self) -> str:
+        """The same in one line, the most frequent first."""
+        reasons = self.failure_reasons()
+        counted = sorted(self.failures().items(), key=lambda item: -item[1])
+        return "; ".join(
+            f"{what} ({n} rollouts){f', the last: {reasons[what]}' if what in reasons else ''}"
+            for what, n in counted[:TOLD]
+        )
 
     def staleness_numbers(self) -> dict[str, float]:
         """Mean and largest age in versions of what was trained on."""

@@ -3,7 +3,7 @@
 `orchestrator.run.status` fills it in; nothing is counted here.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -44,6 +44,8 @@ class EnvStatus(msgspec.Struct):
     minimum: int
     minimum_waived: str
     dropped: dict[str, int]
+    failure: str = ""
+    """What the last failed rollout said."""
 
     @property
     def failed(self) -> int:
@@ -108,6 +110,53 @@ class Status(msgspec.Struct):
     loop_lag_p99_s: float
     journal_backlog_bytes: int
     seconds: float
+    failure_reasons: dict[str, str] = {}
+    """What the last one of `failures` said, under the same name."""
+
+
+def status_without_run(
+    state: str,
+    waits: Sequence[WaitStatus],
+    *,
+    endpoints: Sequence[EndpointStatus],
+    max_steps: int | None,
+    batch_size: int,
+    notes: Sequence[str],
+    seconds: float,
+) -> Status:
+    """What is known before there is a run, and after it: where it is in its life, and what is waited for."""
+    return Status(
+        state=state,
+        waiting_for="; ".join(wait.text for wait in waits),
+        waits=list(waits),
+        step=0,
+        max_steps=max_steps,
+        trained=0,
+        version=0,
+        published=0,
+        reward=None,
+        first_reward=None,
+        rollouts_per_s=0.0,
+        inflight=0,
+        limit=0,
+        queued_sequences=0,
+        queued_groups=0,
+        batch_size=batch_size,
+        buffer="there is no run yet" if state == "starting" else "the run is over",
+        outcomes={},
+        failures={},
+        envs={},
+        domains={},
+        endpoints=list(endpoints),
+        evals=[],
+        staleness={},
+        refused="",
+        notes=list(notes),
+        minimums_waived=0,
+        loop_lag_p99_s=0.0,
+        journal_backlog_bytes=0,
+        seconds=seconds,
+    )
 
 
 def by_domain(envs: Mapping[str, EnvStatus]) -> dict[str, DomainStatus]:

@@ -16,7 +16,7 @@ import msgspec
 
 from envs.completion import decode_completion, read_turn
 from envs.errors import RolloutFailure, shown_url
-from orchestrator.errors import InferenceError
+from orchestrator.errors import ConfigError, InferenceError
 from orchestrator.inference.metrics import EngineMetrics, parse_metrics
 
 _MAX_QUOTED = 300
@@ -29,6 +29,9 @@ _TOKEN_IDS = {
     "return_meta_info": True,
     "return_prompt_token_ids": True,
 }
+
+
+_TLS_PORT = "; it is a TLS port: write https:// instead of http:// in inference.base_urls"
 
 
 class EngineError(InferenceError):
@@ -46,6 +49,15 @@ class EngineError(InferenceError):
 
 class EngineUnfitError(EngineError):
     """The server is up but cannot be used as configured; waiting does not help."""
+
+
+class EngineRefusedError(EngineError):
+    """The server works, but what it returns must not be trained on: it stays out, and others go on without it.
+
+    Where there is no other at the start, the configuration cannot be used.
+    """
+
+    exit_code = ConfigError.exit_code
 
 
 def reason_of(error: InferenceError) -> str:
@@ -83,7 +95,7 @@ class EngineApi:
         if names is None:
             raise EngineError(
                 self.url,
-                f"GET {self._models_path()} did not answer with a list of models: {_quote(text)}",
+                f"GET {self._models_path()} did not answer with a list of models: {quote(text)}",
                 status=200,
             )
         return names
@@ -124,20 +136,25 @@ class EngineApi:
         if token_ids:
             body |= _TOKEN_IDS
         call = "POST /chat/completions (probe)"
-        status, text = await self._request(
-            "POST", f"{self.url}/chat/completions", call, body=body, timeout_s=timeout_s
-        )
+        status, text = await self.complete(body, timeout_s=timeout_s)
         if status in _ALIVE and _is_refusal(text):
             return
         if status != 200:
-            raise EngineError(self.url, f"{call} answered {status}: {_quote(text)}", status=status)
+            raise EngineError(self.url, f"{call} answered {status}: {quote(text)}", status=status)
         try:
             completion = decode_completion(text.encode(), endpoint="the server")
             if token_ids:
                 read_turn(completion, endpoint="the server")
         except RolloutFailure as failure:
-            said = f"{call}: {failure.message}; it said {_quote(text)}"
+            said = f"{call}: {failure.message}; it said {quote(text)}"
             raise EngineError(self.url, said, status=status) from failure
+
+    async def complete(self, body: Mapping[str, Any], *, timeout_s: float) -> tuple[int, str]:
+        """Ask for a chat completion of a token or so: status and body of the answer; EngineError if there was none."""
+        call = "POST /chat/completions (probe)"
+        return await self._request(
+            "POST", f"{self.url}/chat/completions", call, body=body, timeout_s=timeout_s
+        )
 
     async def get(self, path: str, *, timeout_s: float | None = None) -> Any:
         """GET a path of the server's root; the decoded JSON, or None if the body is no JSON."""
@@ -199,8 +216,19 @@ class EngineApi:
     ) -> str:
         status, text = await self._request(method, url, call, body=body, query=query, timeout_s=timeout_s)
         if status >= 400:
-            raise EngineError(self.url, f"{call} answered {status}: {_quote(text)}", status=status)
+            said = f"{call} answered {status}: {quote(text)}{self._guess_refusal(status, text)}"
+            raise EngineError(self.url, said, status=status)
         return text
+
+    def _guess_refusal(self, status: int, text: str) -> str:
+        """What to do about an answer that says why in its own way; empty where it needs no more words."""
+        if status in (401, 403):
+            if "Authorization" in self.session.headers:
+                return "; it refuses the API key in the variable that inference.api_key_env names"
+            return "; it wants an API key: name the variable that holds it in inference.api_key_env"
+        if status == 400 and "https" in text.lower() and self.root.startswith("http://"):
+            return _TLS_PORT
+        return ""
 
     async def _request(
         self,
@@ -222,7 +250,28 @@ class EngineApi:
         except TimeoutError as error:
             raise EngineError(self.url, f"{call} did not answer within {timeout_s:g} s") from error
         except (aiohttp.ClientError, OSError) as error:
-            raise EngineError(self.url, f"{call} failed: {_describe(error)}") from error
+            guess = await self._guess_scheme(error)
+            raise EngineError(self.url, f"{call} failed: {_describe(error)}{guess}") from error
+
+    async def _guess_scheme(self, error: Exception) -> str:
+        """What to do about a connection that broke because one side spoke TLS; empty if that is not the cause."""
+        if isinstance(error, aiohttp.ClientConnectorSSLError):
+            if "WRONG_VERSION_NUMBER" in str(error) or "RECORD_LAYER_FAILURE" in str(error):
+                return (
+                    "; it does not speak TLS there: write http:// instead of https:// in inference.base_urls"
+                )
+            return ""
+        broken = isinstance(error, aiohttp.ServerDisconnectedError | aiohttp.ClientOSError)
+        refused = isinstance(error, aiohttp.ClientConnectorError)
+        if not self.root.startswith("http://") or not broken or refused:
+            return ""
+        url = f"https://{self.root.removeprefix('http://')}/health"
+        timeout = aiohttp.ClientTimeout(total=self.check_timeout_s)
+        try:
+            async with self.session.get(url, timeout=timeout, ssl=False):
+                return _TLS_PORT
+        except (aiohttp.ClientError, OSError, TimeoutError):
+            return ""
 
 
 def _decode(text: str) -> Any:
@@ -251,10 +300,13 @@ def _describe(error: Exception) -> str:
     if isinstance(error, aiohttp.ClientConnectorError):
         # asyncio replaces the system's words by its own, which say nothing of the cause.
         number = error.os_error.errno
-        return f"cannot connect ({os.strerror(number) if number else error.os_error})"
+        # Failures to find a name have numbers of their own, below zero.
+        said = os.strerror(number) if number and number > 0 else error.os_error.strerror or error.os_error
+        return f"cannot connect ({said})"
     return str(error) or type(error).__name__
 
 
-def _quote(text: str) -> str:
+def quote(text: str) -> str:
+    """What a server said, on one line and not too long."""
     text = " ".join(text.split())
     return f'"{text[:_MAX_QUOTED]}…"' if len(text) > _MAX_QUOTED else f'"{text}"'

@@ -26,7 +26,8 @@ from orchestrator.inference.concurrency import AdaptiveConcurrency, FixedConcurr
 from orchestrator.inference.endpoint import IN_SERVICE, Endpoint
 from orchestrator.inference.engine import EngineApi
 from orchestrator.inference.roster import Roster
-from orchestrator.inference.sync import Weights, WeightSync
+from orchestrator.inference.sampling import SamplingCheck
+from orchestrator.inference.sync import Beginning, Weights, WeightSync
 from orchestrator.inference.watch import EndpointWatch, HealthPolicy
 from orchestrator.inference.weights import WeightUpdate, WeightUpdateError
 
@@ -36,7 +37,9 @@ log = structlog.get_logger(__name__)
 class InferencePool(Roster):
     """Inference servers behind one door. `run()` must be running for losses and returns to be noticed.
 
-    `version` and `weights_path` are what the run goes on with: engines load them before they get work.
+    `version` and `weights_path` are what the run begins or goes on with: engines load them before they get work; without
+    a path, `beginning` says what they may have. `sampling` is
+    what training asks of their log-probabilities, None where nothing is trained on.
     """
 
     def __init__(
@@ -45,10 +48,12 @@ class InferencePool(Roster):
         *,
         model: str,
         update: WeightUpdate,
+        sampling: SamplingCheck | None,
         concurrency: FixedConcurrency | AdaptiveConcurrency,
         api_key_env: str | None,
         version: int,
         weights_path: str | None,
+        beginning: Beginning,
         check_weights: bool,
         health: HealthPolicy,
         update_timeout_s: float,
@@ -59,6 +64,7 @@ class InferencePool(Roster):
             base_urls, suspect_after=health.suspect_after, trust_s=health.interval_s, clock=clock
         )
         self._model = model
+        self._sampling = sampling
         self._headers = _headers(api_key_env)
         self._controllers = dict(
             zip(self.endpoints, concurrency.controllers(len(self.endpoints)), strict=True)
@@ -71,7 +77,9 @@ class InferencePool(Roster):
             check_paths=check_weights,
             version=version,
             path=weights_path,
+            beginning=beginning,
             clock=clock,
+            on_refused=lambda: self.on_change(),
         )
         self._policy = health
         self._straggler_grace_s = straggler_grace_s
@@ -100,6 +108,7 @@ class InferencePool(Roster):
                 roster=self,
                 policy=self._policy,
                 model=self._model,
+                sampling=self._sampling,
                 clock=self.clock,
             )
         return self
@@ -121,6 +130,16 @@ class InferencePool(Roster):
     def loaded(self) -> Weights:
         """The newest weights that at least one engine has loaded; at the start, those that the run goes on with."""
         return self._sync.loaded
+
+    @property
+    def settled(self) -> bool:
+        """Whether an engine has loaded the version that every endpoint is brought to."""
+        return self._sync.loaded is self._sync.target
+
+    @property
+    def awaits_initial(self) -> bool:
+        """Whether no engine gets work before the trainer has published version 0."""
+        return self._sync.begins and self._sync.beginning is Beginning.TRAINER
 
     @property
     def missing_weights(self) -> str:

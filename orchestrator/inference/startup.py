@@ -1,7 +1,8 @@
 """Waits for the inference servers at the start of a run, and says what it waits for.
 
 A server that does not fit (another model, no way to update weights) ends the wait at once; one that is not there
-is waited for, with a line in the log about what it says. Servers that are there, but cannot load the run's weights
+is waited for, with a line in the log about what it says. One whose answers must not be trained on stays out; where
+all are such, the wait ends with the reason. Servers that are there, but cannot load the run's weights
 any more, do not end the run: the trainer may publish a version that they can load.
 """
 
@@ -33,8 +34,10 @@ async def wait_ready(watches: Sequence[EndpointWatch], sync: WeightSync, timeout
     try:
         with _reports(endpoints):
             async with asyncio.timeout(timeout_s), asyncio.TaskGroup() as group:
-                for watch in watches:
+                waits = [
                     group.create_task(watch.wait_ready(), name=f"ready {watch.endpoint.url}")
+                    for watch in watches
+                ]
     except TimeoutError:
         if not sync.problem and not any(endpoint.healthy for endpoint in endpoints):
             raise InferenceError(
@@ -44,6 +47,10 @@ async def wait_ready(watches: Sequence[EndpointWatch], sync: WeightSync, timeout
     except ExceptionGroup as group_error:
         unfit = group_error.subgroup(EngineUnfitError)
         raise unfit.exceptions[0] if unfit else group_error from None
+    else:
+        refusals = [refusal for wait in waits if (refusal := wait.result()) is not None]
+        if len(refusals) == len(endpoints):
+            raise refusals[0]
     for endpoint in endpoints:
         if not endpoint.healthy:
             log.warning("endpoint.missing", endpoint=endpoint.name, error=endpoint.error)

@@ -14,6 +14,7 @@ is the target again.
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 
 import structlog
 
@@ -28,6 +29,20 @@ _AT_PUBLICATION = "publish after the files are written; if only the engines see 
 _AT_LOADING = "publish a newer version, or put it back"
 
 
+_AWAITED = (
+    'waits for the trainer to publish version 0, because of inference.initial_weights = "trainer"; '
+    "publish(version=0, path=…) before the first batch"
+)
+
+
+class Beginning(StrEnum):
+    """What engines serve as long as nothing was published and no initial weights are known."""
+
+    OWN = "own"  # the weights that an engine was started with; one that was given others since is refused
+    ANY = "any"  # whatever it has
+    TRAINER = "trainer"  # nothing: the trainer publishes version 0 first
+
+
 @dataclass(frozen=True, slots=True)
 class Weights:
     """What engines are to serve. `serial` counts publications, because a version may be published again."""
@@ -38,7 +53,10 @@ class Weights:
 
 
 class WeightSync:
-    """The target and the way to it. `problem` is why the target could not be loaded when it was last tried."""
+    """The target and the way to it. `problem` is why the target could not be loaded when it was last tried.
+
+    `on_refused` is called when a target was given up, because no engine may come into service by that.
+    """
 
     def __init__(
         self,
@@ -50,9 +68,13 @@ class WeightSync:
         check_paths: bool,
         version: int,
         path: str | None,
+        beginning: Beginning,
         clock: Callable[[], float],
+        on_refused: Callable[[], None],
     ) -> None:
         self.update = update
+        self._on_refused = on_refused
+        self.beginning = beginning
         self.target = self.loaded = Weights(serial=0, version=version, path=path)
         self.problem = ""
         self._endpoints = endpoints
@@ -61,6 +83,11 @@ class WeightSync:
         self._check_paths = check_paths
         self._clock = clock
         self._serial = 0
+
+    @property
+    def begins(self) -> bool:
+        """Whether nothing is known yet that an engine could be told to load."""
+        return self.target.serial == 0 and self.target.path is None
 
     async def check(self, version: int, path: str | None) -> str | None:
         """The path as engines are to be given it; WeightUpdateError if a version cannot be loaded."""
@@ -87,6 +114,7 @@ class WeightSync:
             return False
         self._aim_at(self.loaded)
         log.error("weights.refused", version=weights.version, path=weights.path, instead=self.loaded.version)
+        self._on_refused()
         return True
 
     def is_refused(self, weights: Weights) -> bool:
@@ -129,7 +157,9 @@ class WeightSync:
         return any(endpoint.state in IN_SERVICE for endpoint in self._endpoints)
 
     async def _bring_to(self, target: Weights, endpoint: Endpoint, api: EngineApi) -> None:
-        if target.serial == 0 and target.path is None:
+        if self.begins:
+            if self.beginning is Beginning.TRAINER:
+                raise WeightUpdateError(_AWAITED)
             # Nothing was published yet: the weights that the engine was started with are the initial ones. They
             # cannot be loaded again. After a load that failed, vLLM ends and starts with them, SGLang goes back.
             self._settle(endpoint, target, label=None)

@@ -21,15 +21,24 @@ from orchestrator.errors import InferenceError
 from orchestrator.inference.blame import Blame
 from orchestrator.inference.concurrency import ConcurrencyController
 from orchestrator.inference.endpoint import IN_SERVICE, Endpoint, EndpointState
-from orchestrator.inference.engine import EngineApi, EngineError, EngineUnfitError, reason_of
+from orchestrator.inference.engine import (
+    EngineApi,
+    EngineError,
+    EngineRefusedError,
+    EngineUnfitError,
+    reason_of,
+)
 from orchestrator.inference.roster import Roster
-from orchestrator.inference.sync import WeightSync
+from orchestrator.inference.sampling import SamplingCheck
+from orchestrator.inference.sync import Beginning, WeightSync
 from orchestrator.inference.weights import WeightUpdateError
 
 log = structlog.get_logger(__name__)
 
 _RETRY_FIRST_S = 0.1
 _RETRY_MAX_S = 60.0
+_OWN_WEIGHTS = "default"
+"""The label of an engine that nobody gave any weights."""
 _LOADS_AT_START = 3
 """Failed loads after which the start does not wait any longer for an engine that answers and fits."""
 
@@ -62,10 +71,11 @@ class EndpointWatch:
     roster: Roster
     policy: HealthPolicy
     model: str
+    sampling: SamplingCheck | None
     clock: Callable[[], float]
 
-    async def wait_ready(self) -> None:
-        """Try until the endpoint is in service, or nothing but the weights keeps it out.
+    async def wait_ready(self) -> EngineRefusedError | None:
+        """Try until the endpoint is in service, or nothing but the weights keeps it out, or it is refused.
 
         EngineUnfitError if trying again cannot help.
         """
@@ -79,10 +89,13 @@ class EndpointWatch:
                 raise
             except InferenceError as error:
                 self.endpoint.error = reason_of(error)
+                if isinstance(error, EngineRefusedError):
+                    return error
                 if isinstance(error, WeightUpdateError) or loads >= _LOADS_AT_START:
-                    return
+                    return None
                 attempt += 1
                 await asyncio.sleep(backoff_s(attempt, first_s=_RETRY_FIRST_S, max_s=self.policy.interval_s))
+        return None
 
     async def run(self) -> None:
         """Check every interval, and at once when the endpoint is woken, until cancelled."""
@@ -130,7 +143,9 @@ class EndpointWatch:
         await self.api.check_model(self.model)
         if self.sync.update.admit is not None:
             await self.sync.update.admit(self.api)
-        await self._warn_of_foreign_weights()
+        if self.sampling is not None:
+            await self.sampling.check(self.api)
+        await self._refuse_foreign_weights()
 
     async def _bring_in(self) -> None:
         """Take the endpoint into service with the target's weights, or raise InferenceError with what is missing."""
@@ -147,18 +162,23 @@ class EndpointWatch:
         self.controller.reset()
         self.roster.enter(endpoint)
 
-    async def _warn_of_foreign_weights(self) -> None:
-        """A run that has published nothing takes an engine's weights for the initial ones; say so if they are not."""
-        read_label, target = self.sync.update.read_label, self.sync.target
-        if read_label is None or target.serial > 0 or target.path is not None:
+    async def _refuse_foreign_weights(self) -> None:
+        """A run that has published nothing takes an engine's weights for the initial ones: they must be its own."""
+        read_label = self.sync.update.read_label
+        if read_label is None or not self.sync.begins or self.sync.beginning is not Beginning.OWN:
             return
         found = await read_label(self.api)
-        if found not in (None, "default"):
+        if found is None:
             log.warning(
-                "endpoint.foreign_weights",
+                "endpoint.unlabelled_weights",
                 endpoint=self.endpoint.name,
-                label=found,
-                remedy="another run left its weights there; restart the engine to begin with the model's own",
+                remedy="it does not say which weights it has; set inference.initial_weights to be sure that they are not another run's",
+            )
+        elif found != _OWN_WEIGHTS:
+            raise EngineRefusedError(
+                self.api.url,
+                f'has the weights "{found}" of another run; restart it, name the folder of the initial weights in '
+                'inference.initial_weights, or set it to "trainer" and have the trainer publish version 0',
             )
 
     async def _check_label(self) -> None:

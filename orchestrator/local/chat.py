@@ -25,6 +25,8 @@ class ChatRequest(msgspec.Struct):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
     n: int | None = None
     stop: str | list[str] | None = None
     seed: int | None = None
@@ -56,8 +58,10 @@ def read_request(body: ChatRequest, *, model: str, max_model_len: int) -> tuple[
         raise RequestError(404, "NotFoundError", f"The model `{body.model}` does not exist.")
     if body.stream or (body.n or 1) != 1:
         raise RequestError(400, "BadRequestError", "only one answer, and no stream, can be asked for")
-    if (body.top_p or 1.0) != 1.0 or (body.top_k or -1) > 0:
-        raise RequestError(400, "BadRequestError", "top_p and top_k are not supported by this policy")
+    if (body.top_p or 1.0) != 1.0 or (body.top_k or -1) > 0 or body.min_p:
+        raise RequestError(400, "BadRequestError", "top_p, top_k and min_p are not supported by this policy")
+    if (body.repetition_penalty or 1.0) != 1.0:
+        raise RequestError(400, "BadRequestError", "repetition_penalty is not supported by this policy")
     temperature = 1.0 if body.temperature is None else body.temperature
     if temperature < 0:
         raise RequestError(400, "BadRequestError", f"temperature must not be negative; got {temperature}")

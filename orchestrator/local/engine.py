@@ -45,7 +45,10 @@ class Sampling:
 
 @dataclass(slots=True, eq=False)
 class Generation:
-    """One completion, growing while it is decoded. `logprobs` are the policy's own, before temperature."""
+    """One completion, growing while it is decoded.
+
+    `logprobs` are those of the distribution that was sampled from; at temperature 0, the policy's own.
+    """
 
     prompt: list[int]
     sampling: Sampling
@@ -179,8 +182,9 @@ class Engine:
         for number, completion in enumerate(batch):
             if completion.rng is not None:
                 draws[number] = completion.rng.random()
-        actions = choose(logprobs, np.array([completion.sampling.temperature for completion in batch]), draws)
-        chosen = logprobs[np.arange(len(batch)), actions].tolist()
+        temperatures = np.array([completion.sampling.temperature for completion in batch])
+        actions = choose(logprobs, temperatures, draws)
+        chosen = at_temperature(logprobs, temperatures)[np.arange(len(batch)), actions].tolist()
         for completion, action, logprob in zip(batch, actions.tolist(), chosen, strict=True):
             _extend(completion, action, logprob)
         self.generated_tokens += len(batch)
@@ -198,6 +202,16 @@ def choose(logprobs: Float32s, temperatures: NDArray[np.float64], draws: NDArray
     sampled = (cumulative <= (draws * cumulative[:, -1])[:, None]).sum(axis=1)
     chosen: Int64s = np.where(temperatures > 0, sampled, logprobs.argmax(axis=1))
     return chosen
+
+
+def at_temperature(logprobs: Float32s, temperatures: NDArray[np.float64]) -> Float32s:
+    """The rows as they are sampled from; at temperature 0 and 1 as they are."""
+    if np.isin(temperatures, (0.0, 1.0)).all():
+        return logprobs
+    scaled = logprobs / np.where(temperatures > 0, np.maximum(temperatures, 1e-3), 1.0)[:, None]
+    scaled -= scaled.max(axis=1, keepdims=True)
+    scaled -= np.log(np.exp(scaled).sum(axis=1, keepdims=True))
+    return scaled.astype(np.float32)
 
 
 def _extend(completion: Generation, token: int, logprob: float) -> None:

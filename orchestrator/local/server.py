@@ -88,6 +88,7 @@ class PolicyServer:
                 web.post("/reset_prefix_cache", self.reset_prefix_cache),
                 web.post("/update_weight_version", self.update_weight_version),
                 web.get("/weight_info", self.weight_info),
+                web.get("/server_info", self.server_info),
             ]
         )
         return app
@@ -177,6 +178,10 @@ class PolicyServer:
 
     async def weight_info(self, request: web.Request) -> web.Response:
         return _json({"weight_version": self.label})
+
+    async def server_info(self, request: web.Request) -> web.Response:
+        model = {"logprobs_mode": "processed_logprobs", "generation_config": "vllm"}
+        return _json({"vllm_config": {"model_config": model}})
 
 
 def reserve_port(host: str = "127.0.0.1") -> socket.socket:

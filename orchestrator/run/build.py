@@ -68,7 +68,11 @@ def build_run(
         mix=mix,
         record=journal,
         facts=facts,
-        barren=Barren(at_most=settings.max_barren_batches * _batch_rollouts(batch, sizes), envs=envs),
+        barren=Barren(
+            at_most=settings.max_barren_batches * _batch_rollouts(batch, sizes),
+            envs=envs,
+            explain=facts.explain,
+        ),
         advantage=settings.advantage,
         keep_equal_rewards=settings.keep_equal_rewards,
         # A group that is split is recorded anew, so it must still have all of itself.

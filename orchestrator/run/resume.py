@@ -54,6 +54,16 @@ class JournaledWeights:
         self.loaded_path: str | None = self.state.get("loaded_path", self.path)
         self.trained: int = self.state["trained"]
 
+    @property
+    def begins(self) -> bool:
+        """Whether nothing was published yet, not even version 0."""
+        return self.published == 0 and self.path is None
+
+    def begin_with(self, path: str | None) -> None:
+        """Version 0 lies at `path`; one that was published or begun with earlier stays."""
+        if self.published == 0:
+            self.path = self.loaded_path = self.loaded_path or self.path or path
+
 
 def resume(
     run: Run, recovered: Recovery, weights: JournaledWeights, evals: Iterable[Mapping[str, Any]]

@@ -56,6 +56,8 @@ class Run:
         """Where the newest published version lies."""
         self.loaded_path: str | None = None
         """Where the version lies that the inference servers have."""
+        self.begins_with_trainer = False
+        """Whether the trainer publishes version 0, before which nothing is sampled."""
         self.refused = ""
         """The last version that no inference server could load, and why; empty when a later one was loaded."""
         self.ended = ""
@@ -96,6 +98,8 @@ class Run:
         """An attempt failed; `together` above 0: its server died, with that many requests on it."""
         self.progressed = now
         parts = self.parts
+        if not attempt.ended:
+            parts.facts.failed(attempt.group.lane, attempt.group.env, failure.kind, failure.described)
         if together:
             parts.dispatcher.lose(attempt, together, now)
         else:
@@ -129,10 +133,11 @@ class Run:
         A version that is named after a step says that the step was trained on; others are told by `on_trained`.
         """
         versions = self.parts.versions
-        if version <= versions.published:
+        if version <= self.newest_version:
             log.info("version.ignored", version=version, newest=versions.published)
             return
-        versions.publish(version)
+        if version > versions.published:
+            versions.publish(version)
         self.weights_path = path
         if version <= versions.formed:
             versions.trained = max(versions.trained, version)
@@ -174,6 +179,13 @@ class Run:
         self.state = RunState.FINISHED
         self.parts.dispatcher.abandon("shutdown")
         self._absorb(now)
+
+    @property
+    def newest_version(self) -> int:
+        """The version that the next one must be above: -1 while version 0 itself is to be published."""
+        published = self.parts.versions.published
+        initial = self.begins_with_trainer and published == 0 and self.weights_path is None
+        return -1 if initial else published
 
     @property
     def version(self) -> int:

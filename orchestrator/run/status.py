@@ -66,6 +66,7 @@ def build_status(
         loop_lag_p99_s=loop_lag_p99_s,
         journal_backlog_bytes=parts.journal.backlog_bytes,
         seconds=facts.seconds(now),
+        failure_reasons=facts.failure_reasons(),
     )
 
 
@@ -106,6 +107,7 @@ def _env_statuses(run: Run, now: float) -> dict[str, EnvStatus]:
             minimum=minimums.get(name, 0),
             minimum_waived=run.minimums.waived.get(name, "") if minimums.get(name) else "",
             dropped=dict(facts.dropped),
+            failure=facts.failure,
         )
     return statuses
 
@@ -131,6 +133,7 @@ def diagnose(run: Run, now: float) -> dict[str, Any]:
         "formed": parts.versions.formed,
         "trained": parts.versions.trained,
         "failures": parts.facts.failures(),
+        "failures_told": parts.facts.failures_told(),
     }
 
 
@@ -163,6 +166,7 @@ def build_summary(run: Run, end: str, now: float) -> dict[str, Any]:
         },
         "outcomes": status.outcomes,
         "failures": status.failures,
+        "failure_reasons": status.failure_reasons,
         "evals": run.parts.eval_sink.results,
         "staleness": status.staleness,
         "wall_time_s": round(status.seconds, 3),

@@ -19,6 +19,6 @@ trained on once. Nothing is trained beyond its staleness. Whatever is waited for
 a sentence in the status. Nothing here blocks the loop for more than some milliseconds. No child outlives the process.
 """
 
-from orchestrator.service.service import Service, start_service
+from orchestrator.service.service import Service, build_front, start_service
 
-__all__ = ["Service", "start_service"]
+__all__ = ["Service", "build_front", "start_service"]

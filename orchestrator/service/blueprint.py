@@ -5,20 +5,26 @@ Components take small frozen structures and never see the configuration; these f
 
 import os
 import random
+import re
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from envs.adapters.concatenated import join
 from envs.adapters.domains import Domain, Routed, route
+from envs.builtin import BUILTIN
 from envs.curve import KeyFileError, ServerKeys, read_client_keys, read_key, read_pair
 from envs.errors import EnvironmentLoadError
+from envs.importing import nearest
 from envs.loader import LOADERS, parse_id
+from envs.model import unpacked
 from orchestrator.buffer.minimums import BatchMinimums
 from orchestrator.config import Config
 from orchestrator.config.domains import domain_of
 from orchestrator.config.fitting import batch_minimums
-from orchestrator.config.sections import EnvSection
+from orchestrator.config.sections import FROM_TRAINER, EnvSection, EvalEnvSection, TrainEnvSection
 from orchestrator.dispatch.ports import Rules
 from orchestrator.env_servers.env import (
     EnvSpec,
@@ -33,12 +39,16 @@ from orchestrator.env_servers.supervision import RestartPolicy
 from orchestrator.errors import ConfigError
 from orchestrator.groups.scoring import build_advantage
 from orchestrator.inference import (
+    NEUTRAL,
     AdaptiveConcurrency,
+    Beginning,
     FixedConcurrency,
     HealthPolicy,
     InferencePool,
+    SamplingCheck,
     build_weight_update,
 )
+from orchestrator.inference.checkpoint import find_problem
 from orchestrator.journal import EnvIdentity, RunIdentity, digest_of
 from orchestrator.local.children import LocalChildren
 from orchestrator.mix import CircuitBreaker, EnvShare, build_mix, mix_targets, verify_strategy
@@ -49,15 +59,28 @@ from orchestrator.tasks.evaluations import EvalPlan
 
 def verify(config: Config) -> None:
     """Look for what would fail at the start; ConfigError with all of it, before anything is spawned."""
+    problems = find_faults(config)
+    if problems:
+        raise faulty(problems)
+
+
+def faulty(problems: Sequence[str]) -> ConfigError:
+    """The error that tells all of them."""
+    return ConfigError("\n  ".join(["the configuration cannot be started", *problems]))
+
+
+def find_faults(config: Config) -> list[str]:
+    """What would fail at the start, as far as it can be known without starting a process."""
     parts: list[Callable[[], object]] = [
         lambda: verify_strategy(lambda: _trial_mix(config)),
         lambda: build_advantage(config.dispatch.advantage),
         lambda: build_weight_update(config.inference.weight_update),
-        lambda: build_train_envs(config),
-        lambda: build_eval_envs(config),
+        *(partial(verify_env, config, section, train=True) for section in config.train.env),
+        *(partial(verify_env, config, section, train=False) for section in config.eval.env),
         lambda: read_variable("inference.api_key_env", config.inference.api_key_env),
         lambda: read_variable("http.token_env", config.http.token_env),
         lambda: trainer_token(config),
+        lambda: trainer_keys(config),
     ]
     problems = []
     for build in parts:
@@ -67,8 +90,25 @@ def verify(config: Config) -> None:
             problems.append(str(error))
         except Exception as error:  # noqa: BLE001  whatever somebody's module does when it is imported
             problems.append(describe_fault(error, None))
-    if problems:
-        raise ConfigError("\n  ".join(["the configuration cannot be started", *problems]))
+    return problems
+
+
+def verify_env(config: Config, section: EnvSection, *, train: bool) -> None:
+    """Everything about an env that can be known here: its id, its keys, its interpreter."""
+    _env_spec(config, section, name=section.label, train=train, sampling={})
+    if section.addresses:
+        return  # what is installed there is not known here
+    if section.python is not None and shutil.which(section.python) is None:
+        raise ConfigError(
+            f'env "{section.label}": python = "{section.python}" is not an interpreter; give the path of one that is there'
+        )
+    for text in section.ids:
+        identity = parse_id(text)
+        if identity.loader == "builtin" and identity.name not in BUILTIN:
+            hint = nearest(identity.name, BUILTIN)
+            raise ConfigError(
+                f'env "{section.label}": there is no built-in environment "{identity.name}"; {hint}'
+            )
 
 
 def _trial_mix(config: Config) -> CircuitBreaker:
@@ -122,6 +162,8 @@ def _env_spec(
         system_prompt=section.system_prompt if section.system_prompt is not None else routed.system_prompt,
         api_key_env=config.inference.api_key_env,
         python=section.python,
+        module_dirs=() if config.directory is None else (config.directory,),
+        report=None,
         workers=section.workers,
         addresses=tuple(section.addresses),
         capacity=section.capacity,
@@ -194,41 +236,48 @@ def merged(shared: Mapping[str, object], own: Mapping[str, object]) -> dict[str,
     return result
 
 
+def _train_sampling(config: Config) -> dict[str, object]:
+    """What all training envs are sampled with; engines would fill in what is missing as the model's folder says."""
+    return {**(NEUTRAL if config.train.neutral_sampling else {}), **config.train.sampling}
+
+
 def build_train_envs(config: Config) -> TrainEnvs:
     """The training environments, not started."""
-    made = []
-    for section in config.train.env:
-        spec = _env_spec(
-            config, section, name=section.label, train=True, sampling=dict(config.train.sampling)
-        )
-        group_size = section.group_size or config.train.group_size
-        settings = TrainSettings(
-            ratio=section.ratio,
-            group_size=group_size,
-            min_batch_allocation=section.min_batch_allocation,
-            max_inflight=section.max_inflight,
-            rollouts_per_minute=section.rollouts_per_minute,
-        )
-        # A server must have room for a whole group, or a group-scored env could never run.
-        made.append(TrainEnv(replace(spec, capacity=max(spec.capacity, group_size)), settings))
-    return TrainEnvs(made)
+    return TrainEnvs([build_train_env(config, section) for section in config.train.env])
+
+
+def build_train_env(config: Config, section: TrainEnvSection) -> TrainEnv:
+    """One of them."""
+    spec = _env_spec(config, section, name=section.label, train=True, sampling=_train_sampling(config))
+    group_size = section.group_size or config.train.group_size
+    settings = TrainSettings(
+        ratio=section.ratio,
+        group_size=group_size,
+        min_batch_allocation=section.min_batch_allocation,
+        max_inflight=section.max_inflight,
+        rollouts_per_minute=section.rollouts_per_minute,
+    )
+    # A server must have room for a whole group, or a group-scored env could never run.
+    return TrainEnv(replace(spec, capacity=max(spec.capacity, group_size)), settings)
 
 
 def build_eval_envs(config: Config) -> EvalEnvs:
     """The evaluation environments, not started; their names are apart from the training ones'."""
-    made = []
-    for section in config.eval.env:
-        spec = _env_spec(
-            config, section, name=f"eval-{section.label}", train=False, sampling=dict(config.eval.sampling)
-        )
-        repeats = section.rollouts_per_example or config.eval.rollouts_per_example
-        settings = EvalSettings(
-            num_examples=section.num_examples or config.eval.num_examples,
-            rollouts_per_example=repeats,
-            interval=section.interval or config.eval.interval,
-        )
-        made.append(EvalEnv(replace(spec, capacity=max(spec.capacity, repeats)), settings))
-    return EvalEnvs(made)
+    return EvalEnvs([build_eval_env(config, section) for section in config.eval.env])
+
+
+def build_eval_env(config: Config, section: EvalEnvSection) -> EvalEnv:
+    """One of them."""
+    spec = _env_spec(
+        config, section, name=f"eval-{section.label}", train=False, sampling=dict(config.eval.sampling)
+    )
+    repeats = section.rollouts_per_example or config.eval.rollouts_per_example
+    settings = EvalSettings(
+        num_examples=section.num_examples or config.eval.num_examples,
+        rollouts_per_example=repeats,
+        interval=section.interval or config.eval.interval,
+    )
+    return EvalEnv(replace(spec, capacity=max(spec.capacity, repeats)), settings)
 
 
 def build_identity(config: Config, train: TrainEnvs) -> RunIdentity:
@@ -361,9 +410,9 @@ def inference_urls(config: Config, children: LocalChildren) -> list[str]:
 
 
 def build_pool(
-    config: Config, base_urls: Sequence[str], *, version: int, weights_path: str | None
+    config: Config, base_urls: Sequence[str], *, version: int, weights_path: str | None, train: bool
 ) -> InferencePool:
-    """The inference servers, not contacted."""
+    """The inference servers, not contacted. `train`: what they return is trained on, and must be fit for it."""
     dispatch, inference = config.dispatch, config.inference
     concurrency: FixedConcurrency | AdaptiveConcurrency = FixedConcurrency(dispatch.max_inflight)
     if dispatch.concurrency == "adaptive":
@@ -371,20 +420,52 @@ def build_pool(
             min_inflight=dispatch.min_inflight, max_inflight=dispatch.max_inflight
         )
     read_variable("inference.api_key_env", inference.api_key_env)
+    health = HealthPolicy(
+        interval_s=inference.health_interval_s, progress_timeout_s=inference.progress_timeout_s
+    )
     return InferencePool(
         base_urls,
         model=config.model.name,
         update=build_weight_update("vllm" if config.local is not None else inference.weight_update),
+        sampling=_sampling_check(config, health) if train else None,
         concurrency=concurrency,
         api_key_env=inference.api_key_env,
         version=version,
         weights_path=weights_path,
+        beginning=_beginning(config, train),
         check_weights=inference.check_weights and config.local is None,
-        health=HealthPolicy(
-            interval_s=inference.health_interval_s, progress_timeout_s=inference.progress_timeout_s
-        ),
+        health=health,
         update_timeout_s=inference.update_timeout_s,
         straggler_grace_s=inference.straggler_grace_s,
+    )
+
+
+def initial_path(config: Config) -> str | None:
+    """The folder that a fresh run begins with, if one is named; ConfigError if it cannot be loaded."""
+    named = config.inference.initial_weights
+    if named in (None, FROM_TRAINER):
+        return None
+    folder = Path(named).expanduser().absolute()
+    looked_at = config.inference.check_weights and config.local is None
+    if looked_at and (problem := find_problem(folder)):
+        remedy = "if only the servers see the folder, set inference.check_weights = false"
+        raise ConfigError(f"inference.initial_weights: {problem}; {remedy}")
+    return str(folder) if looked_at else named
+
+
+def _beginning(config: Config, train: bool) -> Beginning:
+    if not train:
+        return Beginning.ANY
+    return Beginning.TRAINER if config.inference.initial_weights == FROM_TRAINER else Beginning.OWN
+
+
+def _sampling_check(config: Config, health: HealthPolicy) -> SamplingCheck:
+    shared = _train_sampling(config)
+    return SamplingCheck(
+        model=config.model.name,
+        samplings={section.label: unpacked(merged(shared, section.sampling)) for section in config.train.env},
+        accept_raw=config.inference.accept_raw_logprobs,
+        timeout_s=health.probe_timeout_s,
     )
 
 
@@ -434,8 +515,10 @@ def describe_start(config: Config) -> list[str]:
             else f"{section.workers} server process(es)"
         )
         lines.append(f'{table} env "{section.label}" ({", ".join(section.ids)}): {where}')
-    lines.append(f"trainer link at {trainer_address(config)}, {config.trainer.world_size} rank(s)")
+    link = re.sub(r"^(tcp://.*):0$", r"\1, a free port", trainer_address(config))
+    lines.append(f"trainer link at {link}, {config.trainer.world_size} rank(s)")
     if config.http.enabled:
-        lines.append(f"HTTP at http://{config.http.host}:{config.http.port}")
+        port = f":{config.http.port}" if config.http.port else ", a free port"
+        lines.append(f"HTTP at http://{config.http.host}{port}")
     lines.append(f"run directory {Path(config.run_dir)}")
     return lines

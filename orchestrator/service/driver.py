@@ -56,7 +56,7 @@ class Driver(Generic[Run_]):
         self._on_evaluation = on_evaluation
         self._wake = asyncio.Event()
         self._turned = asyncio.Event()
-        self._failures: dict[tuple[str, str], int] = {}
+        self._failures: dict[tuple[str, str, str], int] = {}
         self._error: Exception | None = None
         self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         """Why the run is over, once it is."""
@@ -160,9 +160,9 @@ class Driver(Generic[Run_]):
         self._wake.set()
 
     def _log_failure(self, attempt: Attempt, failure: wire.Failure) -> None:
-        """The first of a kind in full, then one line per hundred."""
+        """The first of a kind and place in full, then one line per hundred."""
         env = attempt.group.env
-        key = (env, failure.kind if len(self._failures) < KINDS else "other")
+        key = (env, failure.kind, failure.where) if len(self._failures) < KINDS else (env, "other", "")
         seen = self._failures.get(key, 0) + 1
         self._failures[key] = seen
         if seen == 1:
@@ -172,10 +172,16 @@ class Driver(Generic[Run_]):
                 task=attempt.group.task.key,
                 kind=failure.kind,
                 message=failure.message,
+                where=failure.where or None,
                 retryable=failure.retryable,
                 detail=failure.detail or None,
             )
         elif seen % REPEATS == 0:
             log.warning(
-                "rollout.failed_again", env=env, kind=failure.kind, times=seen, message=failure.message
+                "rollout.failed_again",
+                env=env,
+                kind=failure.kind,
+                times=seen,
+                message=failure.message,
+                where=failure.where or None,
             )

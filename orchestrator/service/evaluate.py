@@ -43,7 +43,7 @@ async def _evaluate(config: Config) -> list[dict[str, Any]]:
         children = await stack.enter_async_context(LocalChildren(config.run_dir))
         urls = blueprint.inference_urls(config, children)
         pool = await stack.enter_async_context(
-            blueprint.build_pool(config, urls, version=0, weights_path=None)
+            blueprint.build_pool(config, urls, version=0, weights_path=None, train=False)
         )
         envs = blueprint.build_eval_envs(config)
         stack.push_async_callback(envs.shutdown)

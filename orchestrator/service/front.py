@@ -1,9 +1,12 @@
 """What the outside sees of a service: the run's status, with what the shells know beside it."""
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
 from orchestrator.dispatch.waits import Wait, WaitKind
-from orchestrator.facts import Status
+from orchestrator.env_servers.env import Env
+from orchestrator.facts import EndpointStatus, Status, WaitStatus, status_without_run
+from orchestrator.inference import InferencePool
 from orchestrator.run.run import Run
 from orchestrator.run.status import build_status
 from orchestrator.service.driver import Driver
@@ -13,15 +16,33 @@ from orchestrator.views.metrics import render_metrics
 
 
 class Front:
-    """There before there is a run: HTTP answers from the very start."""
+    """There before there is a run: the display and HTTP say from the very start what is waited for."""
 
-    def __init__(self, *, notes: Sequence[str]) -> None:
+    def __init__(
+        self,
+        *,
+        notes: Sequence[str],
+        max_steps: int | None,
+        batch_size: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """`notes`: what the configuration does that people should know."""
         self.lag = LoopLag()
         self._notes = notes
+        self._max_steps = max_steps
+        self._batch_size = batch_size
+        self._clock = clock
+        self._started = clock()
+        self._envs: Sequence[Env] = ()
+        self._pool: InferencePool | None = None
         self._driver: Driver[Run] | None = None
         self._server: BatchServer | None = None
         self._world_size = 0
+        self._over = False
+
+    def await_neighbours(self, envs: Sequence[Env], pool: InferencePool) -> None:
+        """These are waited for from now on."""
+        self._envs, self._pool = envs, pool
 
     def enter(self, driver: Driver[Run], server: BatchServer, *, world_size: int) -> None:
         """There is a run from now on."""
@@ -29,11 +50,48 @@ class Front:
 
     def leave(self) -> None:
         """The run is over."""
-        self._driver = None
+        self._driver, self._over = None, True
 
-    def status(self) -> Status | None:
-        """The run at this moment, if there is one."""
-        return None if self._driver is None else self.read(self._driver)
+    def status(self) -> Status:
+        """The run at this moment; before there is one, what its start waits for."""
+        if self._driver is not None:
+            return self.read(self._driver)
+        return status_without_run(
+            "finished" if self._over else "starting",
+            [WaitStatus(wait.kind.value, wait.text, None, wait.remedy) for wait in self.start_waits()],
+            endpoints=[
+                EndpointStatus(e.name, e.healthy, e.inflight, e.version, e.error)
+                for e in (self._pool.endpoints if self._pool is not None else ())
+            ],
+            max_steps=self._max_steps,
+            batch_size=self._batch_size,
+            notes=self._notes,
+            seconds=self._clock() - self._started,
+        )
+
+    def start_waits(self) -> list[Wait]:
+        """What the start waits for: env servers that load, inference servers that are not ready."""
+        if self._over:
+            return []
+        if self._pool is None:
+            return [Wait(WaitKind.START, "the journal to be read")]
+        found = [
+            Wait(
+                WaitKind.SERVER,
+                f'env "{env.name}" to load ({env.ready_servers} of {env.servers} servers are ready)',
+            )
+            for env in self._envs
+            if env.ready_servers < env.servers
+        ]
+        found += [
+            Wait(
+                WaitKind.ENDPOINT,
+                f"the inference server {endpoint.name}: {endpoint.error or 'it has not answered yet'}",
+            )
+            for endpoint in self._pool.endpoints
+            if not endpoint.healthy
+        ]
+        return found or [Wait(WaitKind.START, "the run to be put together")]
 
     def metrics(self) -> bytes:
         """The same for Prometheus."""

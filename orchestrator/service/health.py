@@ -97,7 +97,7 @@ class Watchdog:
         idle = now - since
         if failing >= self._timeout_s:
             raise StalledError(
-                f"every env has been failing for {failing:.0f} s: {self._diagnose()['failures']}"
+                f"every env has been failing for {failing:.0f} s: {self._diagnose()['failures_told']}"
             )
         if idle >= self._timeout_s and since != self._reported:
             self._reported = since

@@ -1,7 +1,7 @@
 """The life of a run: start, serve, finish, in that order.
 
-Start: journal (which locks the run directory), environments and inference servers side by side, then the run, which
-depends on what those declared, then the trainer link. HTTP answers from the very start. Serve: until the steps are done,
+Start: journal (which locks the run directory), the addresses, environments and inference servers side by side, then the
+run, which depends on what those declared, then the trainer link. HTTP answers from the very start. Serve: until the steps are done,
 the trainer says so, a stop is asked for, or a part fails. Finish: start nothing new, let what runs end for a bounded
 time, record, tell the trainer; then everything is stopped in the reverse order of its start.
 """
@@ -19,6 +19,8 @@ from typing import Any
 import structlog
 
 from orchestrator.config import Config, find_warnings
+from orchestrator.config.sections import FROM_TRAINER
+from orchestrator.dispatch.waits import WaitKind
 from orchestrator.env_servers.env import EvalEnvs, TrainEnvs, side_by_side
 from orchestrator.errors import JournalError, OrchestratorError
 from orchestrator.facts import Status
@@ -43,7 +45,7 @@ from orchestrator.service.wiring import (
     open_journal,
 )
 from orchestrator.trainer_link.encoding import check_shares
-from orchestrator.trainer_link.server import BatchServer
+from orchestrator.trainer_link.server import PROBE_S, BatchServer, Link, open_link
 from orchestrator.trainer_link.versions import POLL_S, VersionWatcher
 from orchestrator.views.http import build_app, serve_http
 
@@ -52,8 +54,17 @@ log = structlog.get_logger()
 DRAIN_S = 10.0
 """How long rollouts in flight may go on after a stop was asked for."""
 
+START_REPORT_S = 10.0
+"""How often the log says what the start waits for."""
+
 TELL_S = 5.0
 """How long ranks have to hear that there are no more batches."""
+
+
+class Stop(asyncio.Event):
+    """Set to have a run end in order; `reason` is what its summary says."""
+
+    reason = "stopped by a signal"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +84,7 @@ class Service:
     http_address: str | None
     journal_failed: asyncio.Future[JournalError]
     front: Front
-    stop: asyncio.Event = field(default_factory=asyncio.Event)
+    stop: Stop = field(default_factory=Stop)
 
     @property
     def run(self) -> Run:
@@ -155,7 +166,7 @@ class Service:
                 await self.driver.wait_idle()
         except TimeoutError:
             log.info("run.drain_ended", inflight=self.run.parts.ledger.total_inflight)
-        self.run.end("stopped by a signal")
+        self.run.end(self.stop.reason)
         self.driver.perform()
 
     async def finish(self, end: str) -> dict[str, Any]:
@@ -184,7 +195,7 @@ class Service:
         """Versions that the trainer leaves in a directory instead of publishing them over the link."""
         directory = self.config.trainer.versions_dir
         if directory is not None:
-            newest = self.run.parts.versions.published
+            newest = self.run.newest_version
             watcher = VersionWatcher(directory, on_version=self.server.publish, version=newest, poll_s=POLL_S)
             await watcher.run()
 
@@ -197,20 +208,35 @@ class _EndOfRun(Exception):  # noqa: N818  not an error: it ends the group of pa
 
 
 @asynccontextmanager
-async def start_service(config: Config, *, fresh: bool = False) -> AsyncIterator[Service]:
-    """Start every part; stop them when the block is left."""
+async def start_service(
+    config: Config, *, fresh: bool = False, front: Front | None = None, link: Link | None = None
+) -> AsyncIterator[Service]:
+    """Start every part; stop them when the block is left.
+
+    Who gives a `front` can look at the start meanwhile. `link`: a way to the trainer in place of the configured one.
+    """
     blueprint.verify(config)
     async with AsyncExitStack() as stack:
         failed: asyncio.Future[JournalError] = asyncio.get_running_loop().create_future()
         journal = await stack.enter_async_context(open_journal(config, fresh, failed))
-        front = Front(notes=[f"{path}: {warning}" for path, warning in find_warnings(config.model_dump())])
+        front = front or build_front(config)
+        # Addresses in use are found before anything is started, and the status can be asked for from here on.
         http_address = await _serve_http(config, stack, front)
+        link = link or open_link(
+            blueprint.trainer_address(config), keys=blueprint.trainer_keys(config), probe_s=PROBE_S
+        )
+        stack.push_async_callback(link.aclose)
+        _write_json(
+            config.run_dir / "addresses.json",
+            {"pid": os.getpid(), "trainer": link.address, "http": http_address},
+        )
         recovered = journal.recover(world_size=config.trainer.world_size)
         check_shares(
             [batch for batch in recovered.batches if batch.step not in recovered.acknowledged],
             config.trainer.world_size,
         )
         weights = JournaledWeights(recovered.state)
+        weights.begin_with(blueprint.initial_path(config) if weights.begins else None)
         children = await stack.enter_async_context(LocalChildren(config.run_dir))
         pool = await stack.enter_async_context(
             blueprint.build_pool(
@@ -218,14 +244,18 @@ async def start_service(config: Config, *, fresh: bool = False) -> AsyncIterator
                 blueprint.inference_urls(config, children),
                 version=weights.loaded,
                 weights_path=weights.loaded_path,
+                train=True,
             )
         )
         train, evals = blueprint.build_train_envs(config), blueprint.build_eval_envs(config)
         stack.push_async_callback(lambda: side_by_side([train.shutdown(), evals.shutdown()]))
         await train.spawn()
         await evals.spawn()
+        front.await_neighbours([*train.values(), *evals.values()], pool)
         await _wait_ready(
-            children, [train.connect(), evals.connect(), pool.wait_ready(config.inference.ready_timeout_s)]
+            children,
+            [train.connect(), evals.connect(), pool.wait_ready(config.inference.ready_timeout_s)],
+            front,
         )
         note_identity(config, journal, train)
         offers = Offers(config.max_steps)
@@ -238,6 +268,7 @@ async def start_service(config: Config, *, fresh: bool = False) -> AsyncIterator
             offer=offers,
             now=time.monotonic(),
         )
+        run.begins_with_trainer = config.inference.initial_weights == FROM_TRAINER
         with JournalReader(config.run_dir) as reader:
             resume(run, recovered, weights, reader.evals())
         results = EvaluationFile(config.run_dir)
@@ -254,7 +285,7 @@ async def start_service(config: Config, *, fresh: bool = False) -> AsyncIterator
         join_shells(driver, pool=pool, loader=loader, journal=journal)
         for env in (*train.values(), *evals.values()):
             env.on_free = driver.wake
-        server = build_batch_server(config, driver, journal, recovered, check_version=checks.ask)
+        server = build_batch_server(config, driver, journal, recovered, link=link, check_version=checks.ask)
         offers.server = server
         offers.recovered(recovered)
         await stack.enter_async_context(server)
@@ -268,10 +299,6 @@ async def start_service(config: Config, *, fresh: bool = False) -> AsyncIterator
                 world_size=config.trainer.world_size,
                 token=blueprint.trainer_token(config),
             )
-        _write_json(
-            config.run_dir / "addresses.json",
-            {"pid": os.getpid(), "trainer": server.address, "http": http_address},
-        )
         yield Service(
             config=config,
             driver=driver,
@@ -289,10 +316,22 @@ async def start_service(config: Config, *, fresh: bool = False) -> AsyncIterator
         )
 
 
-async def _wait_ready(children: LocalChildren, waits: Sequence[Coroutine[Any, Any, None]]) -> None:
+def build_front(config: Config) -> Front:
+    """What the outside sees of a run of this configuration, from before its start."""
+    return Front(
+        notes=[f"{path}: {warning}" for path, warning in find_warnings(config.model_dump())],
+        max_steps=config.max_steps,
+        batch_size=config.batch.size,
+    )
+
+
+async def _wait_ready(
+    children: LocalChildren, waits: Sequence[Coroutine[Any, Any, None]], front: Front
+) -> None:
     """Wait for all neighbours side by side; a policy server that dies meanwhile ends the wait."""
-    watch = asyncio.create_task(children.watch_server())  # noqa: TID251  both are ended and awaited below
+    watch = asyncio.create_task(children.watch_server())  # noqa: TID251  all are ended and awaited below
     ready = asyncio.create_task(side_by_side(waits))  # noqa: TID251  same
+    reports = asyncio.create_task(_report_start(front))  # noqa: TID251  same
     try:
         await asyncio.wait(
             [ready, watch] if children.has_server else [ready], return_when=asyncio.FIRST_COMPLETED
@@ -301,9 +340,18 @@ async def _wait_ready(children: LocalChildren, waits: Sequence[Coroutine[Any, An
             await watch
         await ready
     finally:
-        for waiting in (watch, ready):
+        for waiting in (watch, ready, reports):
             waiting.cancel()
-        await asyncio.wait([watch, ready])
+        await asyncio.wait([watch, ready, reports])
+
+
+async def _report_start(front: Front) -> None:
+    """Say what is loading, as long as something is; the pool speaks for the inference servers."""
+    while True:
+        await asyncio.sleep(START_REPORT_S)
+        loading = [wait.text for wait in front.start_waits() if wait.kind is WaitKind.SERVER]
+        if loading:
+            log.info("run.starting", waits_for=loading)
 
 
 async def _serve_http(config: Config, stack: AsyncExitStack, front: Front) -> str | None:

@@ -62,8 +62,8 @@ class WeightLoader:
         self._pool = pool
         self._asked = asyncio.Event()
         self._newest: tuple[int, str | None] = (0, None)
-        self._pending = 0
-        """A version that the servers have been given, and that none has answered for yet; 0 if there is none."""
+        self._pending: int | None = None
+        """A version that the servers have been given, and that none has answered for yet."""
 
     def load(self, version: int, path: str | None) -> None:
         """A version is to be loaded; one that was asked for before and not begun is left out."""
@@ -73,15 +73,18 @@ class WeightLoader:
     def look(self, driver: Driver[Run]) -> None:
         """The inference servers changed: one that came back may have loaded what was asked for, or refused it."""
         run, loaded = driver.run, self._pool.loaded
-        if loaded.version > run.version:
+        # A path alone is new when the trainer has published version 0.
+        if loaded.version > run.version or (loaded.version == run.version and loaded.path != run.loaded_path):
             driver.tell(run.on_loaded, loaded.version, loaded.path)
         pending = self._pending
-        if pending and self._pool.version < pending:
-            self._pending = 0
-            why = f"no inference server could load it; version {loaded.version} stays"
-            driver.tell(run.on_refused, pending, why)
-        elif loaded.version >= pending:
-            self._pending = 0
+        if pending is not None and (self._pool.version < pending or self._pool.awaits_initial):
+            self._pending = None
+            stays = (
+                "another is waited for" if self._pool.awaits_initial else f"version {loaded.version} stays"
+            )
+            driver.tell(run.on_refused, pending, f"no inference server could load it; {stays}")
+        elif self._pool.settled:
+            self._pending = None
         driver.wake()
 
     async def run(self, driver: Driver[Run]) -> None:

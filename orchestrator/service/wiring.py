@@ -18,7 +18,7 @@ from orchestrator.run.run import Run
 from orchestrator.service import blueprint
 from orchestrator.service.driver import Driver
 from orchestrator.service.weights import WeightLoader
-from orchestrator.trainer_link.server import PROBE_S, BatchServer
+from orchestrator.trainer_link.server import BatchServer, Link
 
 log = structlog.get_logger()
 
@@ -118,20 +118,20 @@ def build_batch_server(
     journal: Journal,
     recovered: Recovered,
     *,
+    link: Link,
     check_version: Callable[[int, str | None, Callable[[str], None]], None],
 ) -> BatchServer:
-    """The trainer link, not open yet."""
+    """The trainer link's server, not entered yet."""
     run, tell = driver.run, driver.tell
     world_size = config.trainer.world_size
     return BatchServer(
-        bind=blueprint.trainer_address(config),
-        keys=blueprint.trainer_keys(config),
+        link=link,
         token=blueprint.trainer_token(config),
         world_size=world_size,
         run=journal.run_id,
         keep=config.trainer.keep_batches,
         last_step=recovered.last_acknowledged,
-        newest_version=lambda: run.parts.versions.published,
+        newest_version=lambda: run.newest_version,
         load=journal.load_batch,
         check_version=check_version,
         on_ack=lambda step: tell(run.on_ack, step),
@@ -140,7 +140,6 @@ def build_batch_server(
         on_trained=lambda step: tell(run.on_trained, step),
         on_done=lambda: _end(driver, "the trainer said it is done"),
         when_durable=journal.when_durable,
-        probe_s=PROBE_S,
     )
 
 

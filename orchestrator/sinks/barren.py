@@ -5,7 +5,7 @@ Probes of an env that is quarantined do not count while another env may still de
 """
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import NoReturn
 
 from orchestrator.errors import StalledError
@@ -14,14 +14,16 @@ from orchestrator.errors import StalledError
 class Barren:
     """Rollouts since the last group that could be trained on."""
 
-    def __init__(self, *, at_most: int, envs: Collection[str]) -> None:
+    def __init__(self, *, at_most: int, envs: Collection[str], explain: Callable[[str, str], str]) -> None:
+        """`explain(env, reason)`: the reason with what the last failure of it said."""
         self._at_most = at_most
         self._envs = frozenset(envs)
+        self._explain = explain
         self._rollouts = 0
-        self._reasons: Counter[str] = Counter()
+        self._reasons: Counter[tuple[str, str]] = Counter()
 
     def _remedy(self) -> str:
-        if all("equal_rewards" in reason for reason in self._reasons):
+        if all(reason == "equal_rewards" for _, reason in self._reasons):
             return (
                 "all rewards of every group are equal, so there is nothing to learn: choose easier or harder tasks, "
                 "or keep such groups with dispatch.keep_equal_rewards = true"
@@ -49,9 +51,12 @@ class Barren:
         if env in ignored and not self._envs.issubset(ignored):
             return
         self._rollouts += rollouts
-        self._reasons[f'env "{env}": {reason}'] += rollouts
+        self._reasons[env, reason] += rollouts
         if self._rollouts >= self._at_most:
-            reasons = "; ".join(f"{what} ({n} rollouts)" for what, n in self._reasons.most_common(4))
+            reasons = "; ".join(
+                f'env "{env}": {self._explain(env, reason)} ({n} rollouts)'
+                for (env, reason), n in self._reasons.most_common(4)
+            )
             raise StalledError(
                 f"none of the last {self._rollouts} rollouts could be trained on: {reasons}; "
                 f"{self._remedy()}, or raise dispatch.max_barren_batches"

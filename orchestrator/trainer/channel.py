@@ -69,7 +69,8 @@ class ZmqChannel:
         except zmq.ZMQError as error:
             self._socket.close(0)
             self._context.term()
-            raise TrainerLinkError(f"{address} is not an address to connect to: {error}") from error
+            hint = "" if "://" in address else f'; did you mean "tcp://{address}"?'
+            raise TrainerLinkError(f"{address} is not an address to connect to: {error}{hint}") from error
 
     def send(self, frame: bytes) -> None:
         try:

@@ -92,6 +92,9 @@ class _Conversation:
     def world_size(self) -> int:
         return self._session.world_size
 
+    def _open(self) -> Channel:
+        return open_channel(self.address, **self._keys)
+
     def _join(self) -> Waiting[None]:
         self._heard_at = time.monotonic()
         self._channel.send(self._session.hello())
@@ -219,7 +222,7 @@ class TrainerClient(_Conversation):
     """The synchronous client; Ctrl-C interrupts every wait. `finished` says why iteration ended."""
 
     def __enter__(self) -> Self:
-        self._channel = open_channel(self.address, **self._keys)
+        self._channel = self._open()
         try:
             self._drive(self._join())
         except BaseException:
@@ -283,7 +286,7 @@ class AsyncTrainerClient(_Conversation):
     """The same for asyncio; one coroutine at a time may use it."""
 
     async def __aenter__(self) -> Self:
-        self._channel = open_channel(self.address, **self._keys)
+        self._channel = self._open()
         try:
             await self._drive(self._join())
         except BaseException:

@@ -11,7 +11,7 @@ import shutil
 import stat
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +33,17 @@ class FileLink:
         self._wake = threading.Event()
         self._closing = False
         self._failing = False
+        self._thread: threading.Thread | None = None
 
-    def start(self, loop: asyncio.AbstractEventLoop, on_message: Callable[[bytes, list[Any]], None]) -> None:
+    def start(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        on_message: Callable[[bytes, list[Any]], None],
+        *,
+        peers: Callable[[], Iterable[bytes]],
+        on_lost: Callable[[bytes], None],
+    ) -> None:
+        """Begin to deliver messages; nobody knows whether a peer of a directory is still there."""
         self._loop = loop
         self._on_message = on_message
         try:
@@ -53,10 +62,11 @@ class FileLink:
         self._wake.set()
 
     async def aclose(self) -> None:
-        """Write what is still to be sent, then end the thread."""
+        """Write what is still to be sent, then end the thread; once is enough."""
         self._closing = True
         self._wake.set()
-        await asyncio.to_thread(self._thread.join)
+        if self._thread is not None:
+            await asyncio.to_thread(self._thread.join)
 
     def _run(self) -> None:
         while True:

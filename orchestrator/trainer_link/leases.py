@@ -222,7 +222,7 @@ class Leases:
                 step for step, lease in self._leased.items() if rank.number not in lease.acknowledged_by
             )
             after = min(unacknowledged, default=self.last_step + 1) - 1
-            version = self._newest_version()
+            version = max(0, self._newest_version())
             self._transport.send(peer, Welcome(join.protocol, self._run, self._world_size, after, version))
 
     def _handle(self, rank: Rank, message: ToServer) -> None:

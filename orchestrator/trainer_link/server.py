@@ -7,7 +7,7 @@ and a line in the log.
 """
 
 import asyncio
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -36,16 +36,31 @@ _MAX_ASKED = 8
 """Requests for batches of one rank that may wait for the encoder; a client has at most two."""
 
 
-class _Link(Protocol):
-    """A way to the ranks."""
+class Link(Protocol):
+    """A way to the ranks. It is open from its making to `aclose`, and delivers messages from `start` on."""
 
     address: str
 
     def start(
-        self, loop: asyncio.AbstractEventLoop, on_message: Callable[[bytes, list[Any]], None]
+        self,
+        loop: asyncio.AbstractEventLoop,
+        on_message: Callable[[bytes, list[Any]], None],
+        *,
+        peers: Callable[[], Iterable[bytes]],
+        on_lost: Callable[[bytes], None],
     ) -> None: ...
     def send(self, peer: bytes, frames: Frames) -> None: ...
     async def aclose(self) -> None: ...
+
+
+def open_link(bind: str, *, keys: ServerKeys | None, probe_s: float) -> Link:
+    """Listen at a ZMQ address or `file:///directory`; TrainerLinkError if that cannot be.
+
+    With `keys` (CURVE) only trainers that they name are let in.
+    """
+    if bind.startswith(SCHEME):
+        return FileLink(bind, on_error=lambda error: log.warning("trainer.files_failed", error=error))
+    return BatchSocket(bind, probe_s=probe_s, keys=keys)
 
 
 class BatchServer:
@@ -54,7 +69,7 @@ class BatchServer:
     def __init__(
         self,
         *,
-        bind: str,
+        link: Link,
         world_size: int,
         run: str,
         keep: int,
@@ -68,35 +83,25 @@ class BatchServer:
         on_trained: Callable[[int], None],
         on_done: Callable[[], None],
         when_durable: Callable[[Callable[[], None]], None],
-        keys: ServerKeys | None,
         token: str | None,
-        probe_s: float,
     ) -> None:
-        """Serve `world_size` ranks at `bind`, a ZMQ address or `file:///directory`.
+        """Serve `world_size` ranks over `link`, which is closed with this.
 
         `keep` acknowledged batches stay in memory; `load` reads others back (in a thread). `last_step`
-        is where a resumed run stands, `newest_version` asks for the newest published version. `check_version(version, path, decided)` calls `decided` once, with the reason why
+        is where a resumed run stands, `newest_version` asks for the newest published version, -1 while version 0 itself
+        may be published. `check_version(version, path, decided)` calls `decided` once, with the reason why
         a newer version cannot be loaded, or "". `on_rank_ack(step, rank)` and `on_publish` record, and a rank is
         answered when `when_durable` calls back, so that what it was told holds after a crash; `on_ack(step)` says that
         every rank has acknowledged, `on_trained(step)` that a published version comes from training on a step.
 
-        With `keys` (CURVE) only trainers that they name are let in, with `token` only those that present it. Restore
-        recovered batches before entering the context.
+        With `token` only trainers that present it are let in. Restore recovered batches before entering the context.
         """
         self._world_size = world_size
         self._load = load
         self._check_version = check_version
         self._on_rank_ack = on_rank_ack
         self._told = asyncio.Event()
-        self._link: _Link
-        if bind.startswith(SCHEME):
-            self._link = FileLink(
-                bind, on_error=lambda error: log.warning("trainer.files_failed", error=error)
-            )
-        else:
-            self._link = BatchSocket(
-                bind, peers=lambda: self._leases.peers, on_lost=self._lost, probe_s=probe_s, keys=keys
-            )
+        self._link = link
         self._leases = Leases(
             self,
             world_size=world_size,
@@ -121,7 +126,9 @@ class BatchServer:
 
     async def __aenter__(self) -> Self:
         self._loop = asyncio.get_running_loop()
-        self._link.start(self._loop, self._leases.receive)
+        self._link.start(
+            self._loop, self._leases.receive, peers=lambda: self._leases.peers, on_lost=self._lost
+        )
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="batch-encoder")
         log.info("trainer.listening", address=self.address, world_size=self._world_size)
         return self

@@ -26,26 +26,14 @@ _IPC = "ipc://"
 class BatchSocket:
     """Listens at an address; `send` and the callbacks belong to the event loop's thread."""
 
-    def __init__(
-        self,
-        bind: str,
-        *,
-        peers: Callable[[], Iterable[bytes]],
-        on_lost: Callable[[bytes], None],
-        probe_s: float,
-        keys: ServerKeys | None,
-    ) -> None:
-        """`peers` are the connections to probe, `on_lost` hears of one that something could not be sent to."""
+    def __init__(self, bind: str, *, probe_s: float, keys: ServerKeys | None) -> None:
+        """Bind, so that an address in use is found at once. Until `start`, messages are dropped: ranks ask again."""
         self.address = bind
-        self._peers = peers
-        self._on_lost = on_lost
         self._probe_s = probe_s
         self._keys = keys
         self._gatekeeper: Gatekeeper | None = None
-
-    def start(self, loop: asyncio.AbstractEventLoop, on_message: Callable[[bytes, list[Any]], None]) -> None:
-        """Bind and begin to deliver messages."""
-        self._loop = loop
+        self._timer: asyncio.TimerHandle | None = None
+        self._on_message: Callable[[bytes, list[Any]], None] | None = None
         self._context = zmq.Context()
         socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
         try:
@@ -59,7 +47,24 @@ class BatchSocket:
                 f"the trainer link cannot listen at {self.address}: {error}; change trainer.bind or free the address"
             ) from error
         self.address = socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        self._socket = DrainedSocket(socket, lambda frames: on_message(frames[0], frames[1:]), loop=loop)
+        self._socket = DrainedSocket(socket, self._on_frames, loop=asyncio.get_running_loop())
+
+    def start(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        on_message: Callable[[bytes, list[Any]], None],
+        *,
+        peers: Callable[[], Iterable[bytes]],
+        on_lost: Callable[[bytes], None],
+    ) -> None:
+        """Begin to deliver messages.
+
+        `peers` are the connections to probe, `on_lost` hears of one that something could not be sent to.
+        """
+        self._loop = loop
+        self._peers = peers
+        self._on_lost = on_lost
+        self._on_message = on_message
         self._timer = loop.call_later(self._probe_s, self._probe)
 
     def send(self, peer: bytes, frames: list[bytes | memoryview]) -> None:
@@ -73,11 +78,18 @@ class BatchSocket:
             self._on_lost(peer)
 
     async def aclose(self) -> None:
-        """Close, after a moment for what is still to be sent."""
-        self._timer.cancel()
+        """Close, after a moment for what is still to be sent; once is enough."""
+        if self._context.closed:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
         self._socket.close(linger_ms=_LINGER_MS)
         self._stop_gatekeeper()
         await asyncio.to_thread(self._context.term)
+
+    def _on_frames(self, frames: list[bytes]) -> None:
+        if self._on_message is not None:
+            self._on_message(frames[0], frames[1:])
 
     def _stop_gatekeeper(self) -> None:
         if self._gatekeeper is not None:

@@ -57,21 +57,18 @@ class App:
         return hmac.compare_digest(given, self._expected)
 
 
-def build_app(*, status: Callable[[], Status | None], metrics: Callable[[], bytes], token: str | None) -> App:
-    """The routes. There is no status while environments and inference servers are still waited for."""
+def build_app(*, status: Callable[[], Status], metrics: Callable[[], bytes], token: str | None) -> App:
+    """The routes."""
 
     def healthz() -> web.Response:
         return _line(200, "ok")
 
     def readyz() -> web.Response:
-        now = status()
-        state = "starting" if now is None else now.state
+        state = status().state
         return _line(200 if state == "running" else 503, state)
 
     def api_status() -> web.Response:
-        now = status()
-        body = msgspec.json.encode({"state": "starting"} if now is None else now)
-        return web.Response(body=body, status=503 if now is None else 200, content_type="application/json")
+        return web.Response(body=msgspec.json.encode(status()), content_type="application/json")
 
     def prometheus() -> web.Response:
         return web.Response(

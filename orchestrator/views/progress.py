@@ -4,7 +4,8 @@ What comes from elsewhere (names, messages, addresses) is shown as it is, but fo
 """
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
@@ -24,6 +25,8 @@ NAME_WIDTH = 18
 """What a long name keeps of a narrow terminal before columns are left out."""
 SUMMARY_WIDTH = 72
 """Below this, headings of the summary take two lines."""
+FAILED_SHARE = 0.1
+"""From this share of failed rollouts on, the display tells what the last one said."""
 LEFT_OUT_FIRST = ("latency", "mix run", "failed", "in flight", "done", "mix now")
 
 
@@ -36,6 +39,24 @@ async def show_progress(status: Callable[[], Status], console: Console) -> None:
                 live.update(render(status()), refresh=True)
         finally:
             live.update(render(status()), refresh=True)
+
+
+@asynccontextmanager
+async def show_start(status: Callable[[], Status], console: Console) -> AsyncIterator[None]:
+    """While the block runs, say what the start waits for; nothing of it stays."""
+
+    async def redraw() -> None:
+        with Live(render(status()), console=console, auto_refresh=False, transient=True) as live:
+            while True:
+                await asyncio.sleep(REFRESH_S)
+                live.update(render(status()), refresh=True)
+
+    drawing = asyncio.create_task(redraw())  # noqa: TID251  ended and awaited below
+    try:
+        yield
+    finally:
+        drawing.cancel()
+        await asyncio.wait([drawing])
 
 
 def render(status: Status) -> RenderableType:
@@ -51,6 +72,9 @@ class _Picture:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         status, width = self._status, options.max_width
+        if not status.envs:
+            yield from _without_run(status)
+            return
         yield from _facts(status, width)
         if status.max_steps is not None:
             bar = Table.grid()
@@ -61,6 +85,15 @@ class _Picture:
         yield _env_table(status, width)
         yield from (Text(plain(line), style="yellow") for line in _troubles(status))
         yield Text(plain(f"waits for {status.waiting_for}") if status.waiting_for else "", style="dim")
+
+
+def _without_run(status: Status) -> Iterator[Text]:
+    """Before there is a run, or after it: what is waited for, a line each."""
+    yield Text.assemble((status.state, "bold"), f"  {status.seconds:.0f} s")
+    yield from (
+        Text(plain(f"waits for {wait.text}"), style="yellow" if wait.kind == "endpoint" else "dim")
+        for wait in status.waits
+    )
 
 
 def _facts(status: Status, width: int) -> Iterator[Text]:
@@ -91,6 +124,11 @@ def _troubles(status: Status) -> list[str]:
         f'env "{name}" is missing from batches: {env.minimum_waived}'
         for name, env in status.envs.items()
         if env.minimum_waived
+    ]
+    lines += [
+        f'env "{name}": {env.failed} of {env.failed + env.completed} rollouts failed, the last: {env.failure}'
+        for name, env in status.envs.items()
+        if env.failure and (env.quarantined or env.failed >= FAILED_SHARE * (env.failed + env.completed))
     ]
     lines += [
         f"inference server {endpoint.url}: {endpoint.error}"

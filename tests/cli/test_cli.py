@@ -63,7 +63,7 @@ class TestCheck:
             'train env "reverse" (builtin::reverse): 1 server process(es)',
             'train env "agree" (builtin::agree): 1 server process(es)',
             'train env "lookup" (builtin::lookup): 1 server process(es)',
-            "trainer link at tcp://127.0.0.1:0, 1 rank(s)",
+            "trainer link at tcp://127.0.0.1, a free port, 1 rank(s)",
             "HTTP at http://127.0.0.1:8601",
             "run directory runs/quickstart",
         ]
@@ -95,7 +95,9 @@ class TestCheck:
         said = Said(capsys, "check", QUICKSTART, "--batch.sise=1", "--seed=x")
         assert (said.code, said.out) == (2, "")
         assert f"orchestrator: {QUICKSTART}: 2 problems" in said.err
-        assert '  batch.sise: unknown key; did you mean "size"?' in said.err.splitlines()
+        assert (
+            '  batch.sise: unknown key; did you mean "size"? (set by --batch.sise)' in said.err.splitlines()
+        )
 
     @pytest.mark.parametrize(
         ("override", "words"),
@@ -175,6 +177,19 @@ class TestStatus:
         assert code == 0
         assert "math" in out
         assert "state: running; batch: 24 sequences are missing" in out
+
+    async def test_failures_stand_with_what_the_last_one_said(
+        self, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """The author's file and line are in it."""
+        reasons = {"math: error": "KeyError: 'missing', at mine.py:15 in rollout"}
+        status = sample_status(failures={"math: error": 8, "math: lost": 1}, failure_reasons=reasons)
+        app = build_app(status=lambda: status, metrics=bytes, token=None)
+        async with serve_http(app, host="127.0.0.1", port=0) as address:
+            assert await asyncio.to_thread(main, ["status", "--url", address]) == 0
+        shown = " ".join(capsys.readouterr().out.split())
+        assert "failed: math: error (8 rollouts), the last: KeyError: 'missing', at mine.py:15 in" in shown
+        assert "failed: math: lost (1 rollouts)" in shown
 
     async def test_the_raw_status(self, capsys: pytest.CaptureFixture[str]) -> None:
         """--json prints what programs read."""

@@ -3,7 +3,9 @@
 import argparse
 import asyncio
 import json
+import logging
 import os
+import re
 import shutil
 import signal
 import stat
@@ -59,10 +61,18 @@ class NoSetup(Raises):
         raise OSError("no dataset")
 
 
+class Talks(Wants):
+    """Prints and logs."""
+
+    async def rollout(self, task: Task, model: Model) -> Rollout:
+        print("printed by the environment")  # noqa: T201  what is tested
+        logging.getLogger("talks").warning("logged by %s", "the environment")
+        logging.getLogger("talks").debug("a detail")
+        return await super().rollout(task, model)
+
+
 @pytest.fixture(autouse=True)
 def _logging_as_before() -> Iterator[None]:
-    import logging
-
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     yield
@@ -201,6 +211,20 @@ def test_try_shows_a_failed_rollout_with_the_place_of_the_bug(capsys: pytest.Cap
     assert "rollout 1 failed" in shown
     assert "KeyError: 'the bug'" in shown
     assert "test_env.py" in shown
+
+
+def test_what_an_environment_prints_and_logs_is_shown(
+    endpoint: ChatEndpoint, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Log records with their level and logger; details on request."""
+    words = ("try", f"{HERE}:Talks", "--base-url", endpoint.base_url, "--model", "m", "-n", "1")
+    assert run(*words) == 0
+    shown = capsys.readouterr()
+    assert "printed by the environment" in shown.out
+    assert re.search(r"\[warning *\] logged by the environment .*talks", shown.err)
+    assert "a detail" not in shown.err
+    assert run(*words, "--log-level", "debug") == 0
+    assert "a detail" in capsys.readouterr().err
 
 
 def test_try_of_an_environment_that_does_not_load_exits_with_3(capsys: pytest.CaptureFixture[str]) -> None:

@@ -205,6 +205,12 @@ BASE = '[local]\n[batch]\nsize = 32\n[[train.env]]\nname = "a"\nid = "reverse"\n
         ("size = 32", "size = 32\nmax_buffered = inf", "batch.max_buffered: input should be a finite number"),
         ("ratio = 1", "ratio = 1\nsampling = { temperature = nan }", "train.env[0].sampling.temperature: input should"),
         ("ratio = 1", "ratio = 1\nsampling = { stop = [2024-01-01] }", "sampling.stop[0]: a date cannot be sent"),
+        ("[local]", '[local]\n[inference]\ninitial_weights = "trainer"', "inference.initial_weights: the reference trainer"),
+        (
+            "[local]",
+            '[inference]\nbase_urls = ["http://h/v1"]\ninitial_weights = "/w"',
+            'inference.initial_weights: weight_update = "none" loads no weights',
+        ),
         ("ratio = 1", "ratio = 1\naddresses = 5", "train.env[0].addresses: input should be a valid list"),
         ("[local]", '_env_file = "x"\n[local]', "_env_file: unknown key"),
         ("[local]", 'run_dir = "a\\u0000b"\n[local]', "run_dir: holds characters that cannot be encoded"),

@@ -1,5 +1,6 @@
 """From an id to an environment: every form that is allowed, and one clear line for every mistake."""
 
+import functools
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 
 from envs import Environment, EnvironmentLoadError, Model, Rollout, Task
 from envs.builtin import BUILTIN
+from envs.errors import EnvironmentRaisedError
 from envs.importing import nearest
 from envs.loader import LOADERS, EnvironmentId, find_loader, load_environment, parse_id
 
@@ -169,9 +171,101 @@ def test_a_mistake_is_one_line_that_names_the_nearest_names(
 
 
 def test_a_constructor_that_raises_keeps_its_own_exception() -> None:
-    """The author needs the traceback, not a sentence about arguments."""
-    with pytest.raises(TypeError, match="inside the constructor"):
+    """The author needs the place and the traceback, not a sentence about arguments."""
+    with pytest.raises(
+        EnvironmentRaisedError, match=r"the constructor of .* raised TypeError: inside the constructor"
+    ) as caught:
         load_environment(f"{HERE}:Broken")
+    assert isinstance(caught.value.__cause__, TypeError)
+    assert "test_loader.py" in str(caught.value)
+    assert str(caught.value).endswith(" in __init__")
+    assert 'raise TypeError("inside the constructor")' in caught.value.traceback
+    assert "envs/loader.py" not in caught.value.traceback
+
+
+def test_an_import_that_raises_says_so_with_the_authors_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the line is in another file of the author's, or no line ran at all."""
+    (tmp_path / "raising_helper.py").write_text("import json\n\njson.loads('{')\n")
+    (tmp_path / "raising_envs.py").write_text("import raising_helper\n")
+    (tmp_path / "misspelt_envs.py").write_text("class Mine(\n")
+    (tmp_path / "exiting_envs.py").write_text("raise SystemExit(3)\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    with pytest.raises(EnvironmentRaisedError) as caught:
+        load_environment("raising_envs:Mine")
+    assert 'importing environment "raising_envs:Mine" raised JSONDecodeError: ' in str(caught.value)
+    assert str(caught.value).endswith(", at raising_helper.py:3 in <module>")
+    assert "importlib" not in caught.value.traceback
+    with pytest.raises(EnvironmentRaisedError, match=r"raised SyntaxError: .*, at misspelt_envs\.py:1"):
+        load_environment("misspelt_envs:Mine")
+    with pytest.raises(EnvironmentRaisedError, match=r"raised SystemExit: 3, at exiting_envs\.py:1"):
+        load_environment("exiting_envs:Mine")
+
+
+class RollsAtOnce(Plain):
+    """Forgot "async"."""
+
+    def rollout(self, task: Task, model: Model) -> Rollout:  # type: ignore[override]
+        raise NotImplementedError
+
+
+class ScoresAtOnce(Plain):
+    """The same in another method."""
+
+    def score_group(self, task: Task, rollouts: list[Rollout]) -> list[float]:  # type: ignore[override]
+        return []
+
+
+class YieldingRollout(Plain):
+    """Takes a rollout for a generator."""
+
+    async def rollout(self, task: Task, model: Model) -> Any:
+        yield None
+
+
+class AsyncTasks(Plain):
+    """One "async" too many."""
+
+    async def tasks(self, split: str) -> list[Task]:  # type: ignore[override]
+        return []
+
+
+def _passed_on(function: Any) -> Any:
+    @functools.wraps(function)
+    def call(*args: Any) -> Any:
+        return function(*args)
+
+    return call
+
+
+class Decorated(Plain):
+    """A decorator that hands on what the method returns."""
+
+    rollout = _passed_on(Plain.rollout)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("RollsAtOnce", 'is a plain function; write "async def rollout"'),
+        ("ScoresAtOnce", 'is a plain function; write "async def score_group"'),
+        ("YieldingRollout", "yields; it must return its result instead"),
+        ("AsyncTasks", 'is async; write "def tasks"'),
+    ],
+)
+def test_a_method_that_is_async_where_it_must_not_be_is_named(name: str, says: str) -> None:
+    """With its file and line, before anything runs."""
+    with pytest.raises(EnvironmentLoadError) as caught:
+        load_environment(f"{HERE}:{name}", {"size": 1})
+    assert says in str(caught.value)
+    assert "test_loader.py:" in str(caught.value)
+
+
+def test_a_decorated_method_is_taken_for_what_it_wraps() -> None:
+    """It is called like any other."""
+    assert isinstance(load_environment(f"{HERE}:Decorated", {"size": 1}), Decorated)
 
 
 def test_a_missing_dependency_is_told_apart_from_a_missing_module(

@@ -92,3 +92,33 @@ def test_the_rate_is_that_of_completed_training_rollouts() -> None:
     told.ledger.end(Lane.TRAIN, "a", 10, Outcome.FAILED, "x")
     assert told.rate(2.0) == pytest.approx(10.0)
     assert told.failures() == {"a: x": 10}
+
+
+def test_a_failure_is_remembered_with_what_it_said() -> None:
+    """The last of each kind, in one line of bounded length; the env's own last one too."""
+    told = facts()
+    for n in range(3):
+        told.ledger.start(Lane.TRAIN, "a", 1)
+        told.failed(Lane.TRAIN, "a", "error", f"KeyError: {n}\nfurther, at mine.py:{n} in rollout")
+        told.ledger.end(Lane.TRAIN, "a", 1, Outcome.FAILED, "error")
+    assert told.failures() == {"a: error": 3}
+    assert told.failure_reasons() == {"a: error": "KeyError: 2 further, at mine.py:2 in rollout"}
+    assert told.explain("a", "error") == "error: KeyError: 2 further, at mine.py:2 in rollout"
+    assert told.explain("a", "equal_rewards") == "equal_rewards"
+    assert told.envs["a"].failure == "KeyError: 2 further, at mine.py:2 in rollout"
+    assert told.failures_told() == (
+        "a: error (3 rollouts), the last: KeyError: 2 further, at mine.py:2 in rollout"
+    )
+    told.failed(Lane.TRAIN, "a", "error", "x" * 10_000 + "at the end")
+    assert len(told.explain("a", "error")) < 500
+    assert told.explain("a", "error").endswith("at the end")
+
+
+def test_a_lost_server_is_told_under_the_name_that_is_counted() -> None:
+    """The ledger has an outcome for it and not a kind."""
+    told = facts()
+    told.ledger.start(Lane.EVAL, "eval-a", 1)
+    told.failed(Lane.EVAL, "eval-a", "server_lost", "server eval-a-0: its process was ended by SIGKILL")
+    told.ledger.end(Lane.EVAL, "eval-a", 1, Outcome.LOST)
+    assert told.failures() == {"eval-a: lost": 1}
+    assert told.failure_reasons() == {"eval-a: lost": "server eval-a-0: its process was ended by SIGKILL"}

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from orchestrator.errors import ConfigError
 from orchestrator.inference import (
     AdaptiveConcurrency,
+    Beginning,
     Endpoint,
     EndpointState,
     EngineUnfitError,
@@ -290,14 +291,6 @@ async def test_an_engine_that_was_left_paused_is_resumed() -> None:
         assert not engine.paused
 
 
-async def test_weights_that_another_run_left_behind_are_warned_of() -> None:
-    """A run that starts with version 0 on an engine with another run's weights is told so."""
-    async with ScriptedEngine(label="41") as engine, build_pool(engine, update="vllm") as pool:
-        with structlog.testing.capture_logs() as logs:
-            await pool.wait_ready(10)
-    assert [entry["label"] for entry in logs if entry["event"] == "endpoint.foreign_weights"] == ["41"]
-
-
 async def test_a_hung_engine_is_suspected_probed_and_lost_although_it_says_it_is_well() -> None:
     """Rollouts that fail in a row stop new work; a probe that does not come back makes it a loss."""
     async with ScriptedEngine(stuck={"/v1/chat/completions"}) as engine:
@@ -446,10 +439,12 @@ async def test_a_list_of_servers_that_cannot_be_meant_is_refused(urls: list[str]
             urls,
             model="m",
             update=build_weight_update("none"),
+            sampling=None,
             concurrency=FixedConcurrency(1),
             api_key_env=None,
             version=0,
             weights_path=None,
+            beginning=Beginning.OWN,
             check_weights=True,
             health=QUICK,
             update_timeout_s=1.0,

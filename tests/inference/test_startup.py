@@ -1,6 +1,9 @@
 """The wait for inference servers at the start of a run: what it says while it goes on."""
 
 import asyncio
+import socket
+import ssl
+from pathlib import Path
 
 import pytest
 import structlog
@@ -54,6 +57,57 @@ async def test_a_base_url_with_a_wrong_path_is_guessed(served: str, configured: 
         async with build_pool(urls=[url]) as pool:
             with pytest.raises(InferenceError, match=guess):
                 await pool.wait_ready(0.5)
+
+
+async def test_the_wrong_scheme_is_guessed() -> None:
+    """A TLS port without https://, and https:// where nobody speaks TLS."""
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(Path(__file__).parent.parent / "support" / "certificate.pem")
+    server = await asyncio.start_server(_close, "127.0.0.1", 0, ssl=tls)
+    async with server, ScriptedEngine() as plain:
+        port = server.sockets[0].getsockname()[1]
+        async with build_pool(urls=[f"http://127.0.0.1:{port}/v1"]) as pool:
+            with pytest.raises(InferenceError, match="it is a TLS port: write https://"):
+                await pool.wait_ready(1.0)
+        async with build_pool(urls=[plain.base_url.replace("http://", "https://")]) as pool:
+            with pytest.raises(InferenceError, match="does not speak TLS there: write http://"):
+                await pool.wait_ready(1.0)
+
+
+async def _close(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Answer anything with nothing but a status."""
+    await reader.readline()
+    writer.write(b"HTTP/1.1 204 No Content\r\nConnection: close\r\n\r\n")
+    writer.close()
+
+
+@pytest.mark.parametrize(
+    ("key", "says"), [(None, "it wants an API key"), ("wrong", "it refuses the API key")]
+)
+async def test_a_missing_or_wrong_key_is_told(
+    monkeypatch: pytest.MonkeyPatch, key: str | None, says: str
+) -> None:
+    """With the setting that names it."""
+    if key is not None:
+        monkeypatch.setenv("KEY_OF_THE_TEST", key)
+    async with (
+        ScriptedEngine(token="right") as engine,
+        build_pool(engine, api_key_env=key and "KEY_OF_THE_TEST") as pool,
+    ):
+        with pytest.raises(InferenceError, match=f"answered 401: .*; {says}.* inference.api_key_env"):
+            await pool.wait_ready(0.5)
+
+
+async def test_a_name_that_does_not_exist_is_told_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not as an error with a number below zero."""
+
+    def unknown(*_: object, **__: object) -> None:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    async with build_pool(urls=["http://nowhere.invalid/v1"]) as pool:
+        with pytest.raises(InferenceError, match=r"cannot connect \(Name or service not known\)"):
+            await pool.wait_ready(1.0)
 
 
 async def test_a_page_instead_of_a_list_of_models_is_quoted() -> None:

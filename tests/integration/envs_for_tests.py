@@ -128,3 +128,15 @@ class Unloadable(Dice):
 
     def __init__(self) -> None:
         raise RuntimeError("the dataset is not where it should be")
+
+
+class Waiting(Dice):
+    """Loads until a file appears."""
+
+    def __init__(self, *, gate: str, **options: Any) -> None:
+        super().__init__(**options)
+        self._gate = Path(gate)
+
+    async def setup(self) -> None:
+        while not self._gate.exists():  # noqa: ASYNC110  the file comes from another process
+            await asyncio.sleep(0.02)

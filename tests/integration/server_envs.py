@@ -1,6 +1,7 @@
 """Environments that behave in one particular way each, for tests of servers that host them."""
 
 import asyncio
+import logging
 import os
 import signal
 import subprocess
@@ -102,6 +103,22 @@ class BreaksOnSetup(Quick):
 
     async def setup(self) -> None:
         raise RuntimeError("the sandbox does not answer")
+
+
+class Stopping(Quick):
+    """Has a breakpoint that its author forgot."""
+
+    async def rollout(self, task: Task, model: Model) -> Rollout:
+        logging.getLogger("mine").warning("about to stop")
+        breakpoint()
+        raise AssertionError("not reached")
+
+
+class Generated(Quick):
+    """Takes tasks for a generator."""
+
+    def tasks(self, split: str) -> Any:
+        yield {}
 
 
 class Clinging(Quick):

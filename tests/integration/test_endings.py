@@ -1,6 +1,7 @@
 """The command line as a process: how a run is stopped, refused, or ends in an error, and with which exit code."""
 
 import json
+import re
 import resource
 import signal
 import socket
@@ -262,6 +263,40 @@ async def test_a_run_without_anything_to_train_on_has_its_own_exit_code(tmp_path
     assert code == 7
     assert 'env "level": equal_rewards' in said
     assert len(said.splitlines()) == 1
+
+
+async def test_an_environment_that_raises_is_told_with_its_own_file_and_line(
+    tmp_path: Path, policy: str
+) -> None:
+    """In the first line about it, in the log of the run directory and in the closing error."""
+    config = config_file(tmp_path, policy, env("Failing"), dispatch={"max_barren_batches": 1})
+    code, said = await run_failing(tmp_path, config)
+    assert code == 7
+    where = r"\S+envs_for_tests\.py:\d+ in attempt"
+    raised = "ValueError: the judge is out of order"
+    assert re.search(rf'env "failing": error: {raised}, at {where} \(\d+ rollouts\)', said), said
+    log = (tmp_path / "run" / "logs" / "orchestrator.log").read_text()
+    records = [json.loads(line) for line in log.splitlines()]
+    first = next(record for record in records if record["event"] == "rollout.failed")
+    assert first["message"] == raised
+    assert re.fullmatch(where, first["where"])
+    assert "envs/answering.py" not in first["detail"]
+    assert (records[-1]["event"], records[-1]["level"]) == ("run.failed", "error")
+    assert records[-1]["error"] == f"StalledError: {said.strip()}"
+
+
+async def test_an_environment_that_cannot_be_loaded_is_told_with_its_own_frames(
+    tmp_path: Path, policy: str
+) -> None:
+    """Exit code 3; below the one line stand the author's frames, not lines of our log."""
+    code, said = await run_failing(tmp_path, config_file(tmp_path, policy, env("Unloadable")))
+    assert code == 3
+    first, *below = said.splitlines()
+    assert 'the constructor of "tests.integration.envs_for_tests:Unloadable" raised RuntimeError: ' in first
+    assert re.search(r"at \S+envs_for_tests\.py:\d+ in __init__$", first)
+    assert sum("File " in line for line in below) == 1
+    assert "RuntimeError: the dataset is not where it should be" in below
+    assert below[-1] == f"its log: {tmp_path / 'run' / 'logs' / 'unloadable-0.log'}"
 
 
 @pytest.mark.timeout(120)

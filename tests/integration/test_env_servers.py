@@ -2,7 +2,9 @@
 """Env servers as real processes: how they start, die, hang, lie and are told apart, and that nothing stays behind."""
 
 import asyncio
+import json
 import os
+import re
 import signal
 import sys
 import venv
@@ -315,6 +317,7 @@ async def test_a_server_that_never_becomes_ready_is_an_error_with_its_log(tmp_pa
         ("BreaksOnLoad", "not where it should be"),
         ("BreaksOnSetup", "sandbox does not answer"),
         ("Absent", 'has no "Absent"'),
+        ("Generated", "returned a generator; return a list of tasks"),
     ],
 )
 async def test_an_environment_that_does_not_load_says_why_at_once(
@@ -324,6 +327,18 @@ async def test_an_environment_that_does_not_load_says_why_at_once(
     with pytest.raises(EnvStartupError, match=f"(?s)exited with code 3.*{words}"):
         async with Env(spec(tmp_path, environment)):
             pass
+
+
+async def test_a_breakpoint_fails_with_the_advice_to_use_env_try(tmp_path: Path) -> None:
+    """A server has no terminal; what the environment logged before is in the server's log, with its level."""
+    async with Env(spec(tmp_path, "Stopping")) as env:
+        answer = await env.run_rollout(request(0))
+    assert isinstance(answer, wire.Failure)
+    assert "orchestrator env try" in answer.message
+    assert re.fullmatch(r"\S+server_envs\.py:\d+ in rollout", answer.where)
+    records = [json.loads(line) for line in (tmp_path / "logs" / "stopping-0.log").read_text().splitlines()]
+    [logged] = [record for record in records if record["event"] == "about to stop"]
+    assert (logged["level"], logged["logger"]) == ("warning", "mine")
 
 
 async def test_a_server_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import aiohttp
 import pytest
 
+from orchestrator.inference import NEUTRAL
 from orchestrator.inference.metrics import parse_metrics
 from orchestrator.local.policy import Policy
 from orchestrator.local.server import PolicyServerSpec, reserve_port, run_policy_server, serve
@@ -124,10 +125,12 @@ async def test_a_stop_string_ends_the_answer_and_is_cut_off(client: Client, tmp_
     assert choice["token_ids"] == encode("qq")
 
 
-async def test_sampling_follows_the_probabilities(client: Client) -> None:
+@pytest.mark.parametrize("temperature", [1.0, 0.5, 2.0])
+async def test_sampling_follows_the_probabilities(client: Client, temperature: float) -> None:
     """The share of answers that begin with the end mark is the probability that the server itself reports."""
+    request = {**FOR_TRAINING, **NEUTRAL, "max_tokens": 1, "temperature": temperature}
     async with asyncio.TaskGroup() as tasks:
-        asked = [tasks.create_task(client.ask({**FOR_TRAINING, "max_tokens": 1})) for _ in range(600)]
+        asked = [tasks.create_task(client.ask(request)) for _ in range(600)]
     choices = [task.result()[1]["choices"][0] for task in asked]
     ends = [choice for choice in choices if choice["token_ids"] == [END]]
     probability = math.exp(ends[0]["logprobs"]["content"][0]["logprob"])
@@ -152,6 +155,8 @@ async def test_sampling_follows_the_probabilities(client: Client) -> None:
         ({"max_tokens": 0}, 400, "BadRequestError", "max_tokens"),
         ({"temperature": -1}, 400, "BadRequestError", "temperature"),
         ({"top_p": 0.9}, 400, "BadRequestError", "top_p"),
+        ({"min_p": 0.1}, 400, "BadRequestError", "min_p"),
+        ({"repetition_penalty": 1.1}, 400, "BadRequestError", "repetition_penalty"),
     ],
 )
 async def test_a_bad_request_is_refused_in_openai_form(

@@ -10,6 +10,7 @@ from orchestrator.config import Config
 from orchestrator.env_servers.env import Env
 from orchestrator.errors import ConfigError
 from orchestrator.groups.group import Group
+from orchestrator.inference import NEUTRAL
 from orchestrator.journal import EnvIdentity, digest_of
 from orchestrator.run.build import build_buffer
 from orchestrator.run.settings import RunSettings
@@ -33,7 +34,7 @@ def test_settings_of_an_env_override_those_of_its_table() -> None:
         }
     )
     env = blueprint.build_train_envs(made)["reverse"]
-    assert env.spec.sampling == {"temperature": 1.0, "max_tokens": 99}
+    assert env.spec.sampling == {**NEUTRAL, "temperature": 1.0, "max_tokens": 99}
     assert env.settings.group_size == 4
 
 
@@ -46,11 +47,28 @@ def test_a_table_in_the_sampling_is_merged_into_the_shared_one() -> None:
         eval={"sampling": shared, "env": [{"id": "reverse", "sampling": {"extra_body": 5}}]},
     )
     assert blueprint.build_train_envs(made)["reverse"].spec.sampling == {
+        **NEUTRAL,
         "extra_body": {"a": 1, "b": 2, "deep": {"x": 1, "y": 3}},
         "stop": ["b"],
     }
     assert blueprint.build_eval_envs(made)["eval-reverse"].spec.sampling == {"extra_body": 5, "stop": ["a"]}
     assert made.train.sampling == shared
+
+
+def test_training_samples_neutrally_unless_told_otherwise() -> None:
+    """An engine fills in what a request does not set from the model's folder; evaluations want just that."""
+    tables: dict[str, Any] = {
+        "sampling": {"top_k": 20, "max_tokens": 5},
+        "env": [{"id": "reverse", "sampling": {"min_p": 0.1}}],
+    }
+    made = config(train=tables, eval=tables)
+    expected = {**NEUTRAL, "top_k": 20, "max_tokens": 5, "min_p": 0.1}
+    assert blueprint.build_train_envs(made)["reverse"].spec.sampling == expected
+    assert expected["temperature"] == expected["top_p"] == expected["repetition_penalty"] == 1.0
+    own = {"top_k": 20, "max_tokens": 5, "min_p": 0.1}
+    assert blueprint.build_eval_envs(made)["eval-reverse"].spec.sampling == own
+    made = config(train={**tables, "neutral_sampling": False})
+    assert blueprint.build_train_envs(made)["reverse"].spec.sampling == own
 
 
 def test_the_split_of_an_id_is_used_and_evals_default_to_their_own() -> None:

@@ -18,6 +18,7 @@ DIAGNOSIS: dict[str, Any] = {
     "waiting_for": "the trainer",
     "waits": {"trainer": "the trainer", "groups": "8 sequences"},
     "buffer": "32 of 32",
+    "failures_told": "math: error (3 rollouts)",
     "failures": {"math: error": 3},
     "remedies": ["make the trainer faster"],
 }

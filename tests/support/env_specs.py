@@ -23,6 +23,7 @@ def env_spec(**fields: Any) -> EnvSpec:
         "system_prompt": None,
         "api_key_env": None,
         "python": None,
+        "module_dirs": (),
         "workers": 1,
         "addresses": (),
         "capacity": 256,
@@ -39,6 +40,7 @@ def env_spec(**fields: Any) -> EnvSpec:
         "log_dir": Path("logs"),
         "log_level": "info",
         "log_format": "json",
+        "report": None,
     }
     return EnvSpec(**(defaults | fields))
 

@@ -3,6 +3,10 @@
 It is scripted from outside: `broken` maps a path to a status, `upcoming` to the statuses of its next calls,
 `answers` to a whole answer; `stuck` holds paths that answer only when `unstick` is called; `refused` holds weights
 that it cannot load; `restart` forgets what a restarted engine forgets. It keeps a list of the calls it got.
+
+Its next token has the logits `LOGITS`. `logprobs` says which log-probabilities it returns for it: from before
+everything ("raw"), after temperature alone ("temperature") or after cuts too ("processed"); `logprobs_mode`
+is what it says about that, if anything.
 """
 
 import asyncio
@@ -13,7 +17,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import numpy as np
 from aiohttp import web
+
+LOGITS = (2.0, 1.0, 0.0, -1.0)
 
 
 @dataclass(eq=False)
@@ -30,6 +37,11 @@ class ScriptedEngine:
     token: str | None = None
     prefix: str = "/v1"
     token_ids: bool = True
+    logprobs: str = "processed"
+    top_logprobs: bool = True
+    logprobs_mode: str | None = None
+    generation_config: str = "auto"
+    unknown_fields: frozenset[str] = frozenset()
     refused: set[str] = field(default_factory=set)
     answers: dict[str, tuple[int, str]] = field(default_factory=dict)
     upcoming: dict[str, list[int]] = field(default_factory=dict)
@@ -67,8 +79,14 @@ class ScriptedEngine:
 
     async def stop(self) -> None:
         if self._runner is not None:
+            server = self._runner.server
+            assert server is not None
             await self._runner.cleanup()
             self._runner = None
+            # A connection that was just being accepted reaches the server some rounds of the loop later.
+            for _ in range(5):
+                await asyncio.sleep(0)
+            await server.shutdown(0)
 
     def restart(self) -> None:
         """What an engine forgets when its process ends and starts again."""
@@ -113,6 +131,8 @@ class ScriptedEngine:
         }
         if self.metrics is not None:
             handlers["/metrics"] = self._metrics
+        if self.logprobs_mode is not None:
+            handlers["/server_info"] = self._server_info
         if self.dev_mode:
             handlers |= {
                 "/pause": self._pause,
@@ -136,12 +156,33 @@ class ScriptedEngine:
         return {"object": "list", "data": [{"id": self.model}]}
 
     async def _chat(self, body: dict[str, Any], query: dict[str, str]) -> Any:
+        if unknown := sorted(self.unknown_fields.intersection(body)):
+            message = f"Unrecognized request argument supplied: {', '.join(unknown)}"
+            return web.json_response({"error": {"message": message}}, status=400)
         choice: dict[str, Any] = {"message": {"content": "."}, "finish_reason": "length"}
         answer: dict[str, Any] = {"choices": [choice]}
+        if body.get("logprobs"):
+            choice["logprobs"] = {"content": [self._first_token(body)]}
         if self.token_ids and body.get("return_token_ids"):
-            choice |= {"token_ids": [5], "logprobs": {"content": [{"token": ".", "logprob": -0.5}]}}
+            choice["token_ids"] = [5]
             answer["prompt_token_ids"] = [1, 2, 3]
         return answer
+
+    def _first_token(self, body: dict[str, Any]) -> dict[str, Any]:
+        logits = np.array(LOGITS)
+        if self.logprobs != "raw":
+            logits /= body.get("temperature", 1.0)
+        if self.logprobs == "processed" and body.get("top_k", -1) > 0:
+            logits = logits[: body["top_k"]]
+        values = (logits - np.log(np.exp(logits).sum())).tolist()
+        entries = [{"token": f"t{number}", "logprob": value} for number, value in enumerate(values)]
+        count = body.get("top_logprobs", 0) if self.top_logprobs else 0
+        return {**entries[0], "top_logprobs": entries[:count]}
+
+    async def _server_info(self, body: dict[str, Any], query: dict[str, str]) -> Any:
+        assert query == {"config_format": "json"}
+        model = {"logprobs_mode": self.logprobs_mode, "generation_config": self.generation_config}
+        return {"vllm_config": {"model_config": model}}
 
     async def _metrics(self, body: dict[str, Any], query: dict[str, str]) -> Any:
         return web.Response(text=self.metrics or "")

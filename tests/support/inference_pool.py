@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from orchestrator.inference import (
+    Beginning,
     FixedConcurrency,
     HealthPolicy,
     InferencePool,
@@ -29,10 +30,12 @@ def build_pool(
     """A pool of the engines, or of the URLs, with everything that a test does not name."""
     named: dict[str, Any] = {
         "model": "tiny",
+        "sampling": None,
         "concurrency": FixedConcurrency(limit),
         "api_key_env": None,
         "version": 0,
         "weights_path": None,
+        "beginning": Beginning.OWN,
         "check_weights": True,
         "health": QUICK,
         "update_timeout_s": 60.0,

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from orchestrator.trainer_link.leases import Leases, Transport
-from orchestrator.trainer_link.server import BatchServer
+from orchestrator.trainer_link.server import BatchServer, open_link
 
 
 def ignore(*_: object) -> None:
@@ -43,7 +43,8 @@ def make_leases(transport: Transport, **options: Any) -> Leases:
 
 def make_server(**options: Any) -> BatchServer:
     """A trainer link without a service behind it."""
-    return BatchServer(**{**_COMMON, "load": None, "keys": None, "probe_s": 5.0, **_booked(options)})
+    link = open_link(options.pop("bind"), keys=options.pop("keys", None), probe_s=options.pop("probe_s", 5.0))
+    return BatchServer(**{**_COMMON, "load": None, "link": link, **_booked(options)})
 
 
 def _booked(options: dict[str, Any]) -> dict[str, Any]:

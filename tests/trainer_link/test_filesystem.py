@@ -91,6 +91,8 @@ class Service:
         self.link.start(
             asyncio.get_running_loop(),
             lambda peer, frames: self.inbox.put_nowait((peer, [bytes(f) for f in frames])),
+            peers=list,
+            on_lost=lambda peer: None,
         )
         return self
 
@@ -171,7 +173,9 @@ async def test_a_directory_that_cannot_be_made_is_an_error_with_its_name(tmp_pat
     """Before anything is served."""
     (tmp_path / "file").write_text("")
     with pytest.raises(TrainerLinkError, match="file/link"):
-        Service(tmp_path / "file" / "link").link.start(asyncio.get_running_loop(), lambda peer, frames: None)
+        Service(tmp_path / "file" / "link").link.start(
+            asyncio.get_running_loop(), lambda peer, frames: None, peers=list, on_lost=print
+        )
 
 
 async def test_files_that_cannot_be_a_message_do_not_hold_up_those_behind_them(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from orchestrator.errors import ConfigError
 from orchestrator.facts import Status
+from orchestrator.service.front import Front
 from orchestrator.views.http import build_app, serve_http
 from tests.support.sample_status import sample_status
 
@@ -82,14 +83,17 @@ async def test_readiness_follows_the_run(state: str, code: int) -> None:
 
 async def test_before_there_is_a_run_it_says_that_it_starts() -> None:
     """A probe gets an answer while environments load: alive, and not ready."""
-    app = build_app(status=lambda: None, metrics=bytes, token=None)
+    front = Front(notes=[], max_steps=3, batch_size=8)
+    app = build_app(status=front.status, metrics=front.metrics, token=None)
     async with serve_http(app, host="127.0.0.1", port=0) as address, aiohttp.ClientSession() as session:
         async with session.get(f"{address}/healthz") as reply:
             assert reply.status == 200
         async with session.get(f"{address}/readyz") as reply:
             assert (reply.status, await reply.text()) == (503, "starting\n")
         async with session.get(f"{address}/api/status") as reply:
-            assert (reply.status, await reply.json()) == (503, {"state": "starting"})
+            assert reply.status == 200
+            told = await reply.json()
+            assert (told["state"], told["waiting_for"]) == ("starting", "the journal to be read")
         async with session.get(f"{address}/metrics") as reply:
             assert (reply.status, await reply.text()) == (200, "")
 

@@ -190,3 +190,14 @@ def test_the_summary_fits_a_narrow_terminal() -> None:
     print_summary(SUMMARY, target)
     assert "…" not in out.getvalue()
     assert "sequences" in out.getvalue()
+
+
+def test_the_display_tells_what_a_failing_env_raised() -> None:
+    """While it matters: an env of which hardly a rollout fails needs no line."""
+    said = "KeyError: 'missing', at mine.py:15 in rollout"
+    failing = env_status(dispatched=16, completed=0, inflight=0, failure=said)
+    assert f'env "math": 16 of 16 rollouts failed, the last: {said}' in shown(
+        sample_status(envs={"math": failing})
+    )
+    well = env_status(dispatched=1000, completed=990, inflight=0, failure=said)
+    assert said not in shown(sample_status(envs={"math": well}))

@@ -87,6 +87,17 @@ def _group_of(pid: int, number: signal.Signals) -> Iterator[None]:
             os.killpg(pid, signal.SIGKILL)
 
 
+@contextmanager
+def running_engine(log: Path, options: Sequence[str]) -> Iterator[VllmEngine]:
+    """An engine for as long as the block lasts; whoever asks it first waits until it is up."""
+    engine = VllmEngine(log=log, options=options)
+    engine.start()
+    try:
+        yield engine
+    finally:
+        engine.stop()
+
+
 async def score(
     session: aiohttp.ClientSession, engine: VllmEngine, tokens: Sequence[int], salt: str
 ) -> Float32s:

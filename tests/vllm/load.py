@@ -12,6 +12,7 @@ from envs.model import Model, ModelSettings
 from envs.rollout import Rollout
 from orchestrator.inference import (
     AdaptiveConcurrency,
+    Beginning,
     Endpoint,
     FixedConcurrency,
     HealthPolicy,
@@ -31,10 +32,12 @@ def build_pool(
         [engine.base_url],
         model=MODEL,
         update=build_weight_update("vllm"),
+        sampling=None,
         concurrency=concurrency,
         api_key_env=None,
         version=0,
         weights_path=None,
+        beginning=Beginning.ANY,
         check_weights=True,
         health=health,
         update_timeout_s=60.0,

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.cli.log_file import LogFile, open_log
 from orchestrator.errors import JournalError
+from orchestrator.service.log_file import LogFile, open_log
 
 
 def test_lines_are_in_the_file_at_once(tmp_path: Path) -> None:

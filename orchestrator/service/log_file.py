@@ -7,7 +7,9 @@ there. A line that cannot be written (a full disk) is left out: the run has its 
 """
 
 import io
+import json
 from contextlib import suppress
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, TextIO, cast
 
@@ -35,7 +37,8 @@ class LogFile(io.TextIOBase):
 
     def write(self, text: str) -> int:
         data = text.encode("utf-8", "replace")
-        with suppress(OSError):
+        # A file that was closed: whoever still logs is not to fail for it.
+        with suppress(OSError, ValueError):
             if self._bytes and self._bytes + len(data) > self._max_bytes:
                 self._rotate()
             self._file.write(data)
@@ -63,3 +66,9 @@ def open_log(run_dir: Path, *, max_bytes: int = MAX_BYTES) -> TextIO:
         return cast("TextIO", LogFile(run_dir / "logs" / "orchestrator.log", max_bytes=max_bytes))
     except OSError as error:
         raise JournalError(f"{run_dir}: the run directory cannot be written: {error.strerror}") from None
+
+
+def note(log: TextIO, event: str, **fields: str) -> None:
+    """Put one event into the file alone: what the terminal is told in another way."""
+    time = datetime.now(UTC).isoformat().replace("+00:00", "Z")
+    log.write(json.dumps({**fields, "event": event, "level": "error", "time": time}) + "\n")
