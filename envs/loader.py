@@ -37,6 +37,7 @@ LOADERS: Mapping[str, str] = {
     "builtin": "envs.loader:BUILTINS",
     "openenv": "envs.adapters.openenv:LOADER",
     "reasoning_gym": "envs.adapters.reasoning_gym:LOADER",
+    "textarena": "envs.adapters.textarena:LOADER",
     "verifiers": "envs.adapters.verifiers:LOADER",
 }
 """Loaders by name; a loader that is not here can be given in the id as "module:attr::environment"."""

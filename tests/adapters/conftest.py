@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.adapters.venvs import ATROPOS, CHECKOUT, CLASSIC, OPENENV, REASONING_GYM, V1, Venv
+from tests.adapters.venvs import ATROPOS, CHECKOUT, CLASSIC, OPENENV, REASONING_GYM, TEXTARENA, V1, Venv
 
 HERE = Path(__file__).parent
 
@@ -106,7 +106,9 @@ def driver(venv: Venv) -> Iterator[Driver]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Whatever asks for a library's virtualenv is a test of `make test-adapters`; the others need nothing foreign."""
     for item in items:
-        if {"reasoning_gym", "classic", "v1", "openenv", "atropos"} & set(getattr(item, "fixturenames", ())):
+        if {"reasoning_gym", "classic", "v1", "openenv", "atropos", "textarena"} & set(
+            getattr(item, "fixturenames", ())
+        ):
             item.add_marker(pytest.mark.adapters)
 
 
@@ -133,3 +135,8 @@ def openenv() -> Iterator[Driver]:
 @pytest.fixture(scope="session")
 def atropos() -> Iterator[Driver]:
     yield from driver(ATROPOS)
+
+
+@pytest.fixture(scope="session")
+def textarena() -> Iterator[Driver]:
+    yield from driver(TEXTARENA)
