@@ -35,6 +35,7 @@ class Loader(Protocol):
 LOADERS: Mapping[str, str] = {
     "atropos": "envs.adapters.atropos:LOADER",
     "builtin": "envs.loader:BUILTINS",
+    "inspect": "envs.adapters.inspect_tasks:LOADER",
     "openenv": "envs.adapters.openenv:LOADER",
     "reasoning_gym": "envs.adapters.reasoning_gym:LOADER",
     "textarena": "envs.adapters.textarena:LOADER",

@@ -19,7 +19,15 @@ ROOT = Path(__file__).parent.parent
 ALLOWED_IN_ENVS = {"aiohttp", "msgspec", "numpy", "structlog", "uvloop", "yarl", "zmq"}
 """yarl comes with aiohttp; uvloop is used where it is there."""
 
-LIBRARIES_OF_ADAPTERS = {"atroposlib", "datasets", "openai", "reasoning_gym", "transformers", "verifiers"}
+LIBRARIES_OF_ADAPTERS = {
+    "atroposlib",
+    "datasets",
+    "inspect_ai",
+    "openai",
+    "reasoning_gym",
+    "transformers",
+    "verifiers",
+}
 
 
 def modules(*packages: str) -> dict[str, Path]:

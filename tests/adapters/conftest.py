@@ -10,7 +10,17 @@ from typing import Any
 
 import pytest
 
-from tests.adapters.venvs import ATROPOS, CHECKOUT, CLASSIC, OPENENV, REASONING_GYM, TEXTARENA, V1, Venv
+from tests.adapters.venvs import (
+    ATROPOS,
+    CHECKOUT,
+    CLASSIC,
+    INSPECT,
+    OPENENV,
+    REASONING_GYM,
+    TEXTARENA,
+    V1,
+    Venv,
+)
 
 HERE = Path(__file__).parent
 
@@ -106,7 +116,7 @@ def driver(venv: Venv) -> Iterator[Driver]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Whatever asks for a library's virtualenv is a test of `make test-adapters`; the others need nothing foreign."""
     for item in items:
-        if {"reasoning_gym", "classic", "v1", "openenv", "atropos", "textarena"} & set(
+        if {"reasoning_gym", "classic", "v1", "openenv", "atropos", "textarena", "inspect_ai"} & set(
             getattr(item, "fixturenames", ())
         ):
             item.add_marker(pytest.mark.adapters)
@@ -140,3 +150,8 @@ def atropos() -> Iterator[Driver]:
 @pytest.fixture(scope="session")
 def textarena() -> Iterator[Driver]:
     yield from driver(TEXTARENA)
+
+
+@pytest.fixture(scope="session")
+def inspect_ai() -> Iterator[Driver]:
+    yield from driver(INSPECT)
