@@ -8,6 +8,7 @@ from envs.environment import Environment, Task, Tasks, is_group_scored
 from envs.errors import EnvironmentLoadError, FailureKind, RolloutFailure
 from envs.model import Model, ModelSettings, Reply
 from envs.rollout import InvalidRolloutError, Rollout, Sequence
+from envs.tools import ToolChat, chat_with_tools
 
 __all__ = [
     "Environment",
@@ -22,5 +23,7 @@ __all__ = [
     "Sequence",
     "Task",
     "Tasks",
+    "ToolChat",
+    "chat_with_tools",
     "is_group_scored",
 ]

@@ -99,19 +99,24 @@ class Responder:
         """Number of tasks in a split, None when unbounded; whatever the environment raises passes through."""
         return _length(self._tasks(split))
 
-    def task(self, split: str, index: int) -> Task:
-        """One task; whatever the environment raises passes through."""
-        return self._look_up(split, index)
-
-    def samples_of(self, split: str) -> dict[int, int]:
+    def samples_of(self, split: str, wanted: int = SAMPLED) -> dict[int, int]:
         """Digests of the first tasks of a split, by index; a task that cannot be made has none."""
         count = _length(self._tasks(split))
         digests = {}
-        for index in range(SAMPLED if count is None else min(count, SAMPLED)):
+        for index in range(wanted if count is None else min(count, wanted)):
             # The environment's own code; whoever asks for the task learns what it raises.
             with contextlib.suppress(Exception):
-                digests[index] = self._digest(split, index, self._look_up(split, index))
+                digests[index] = self._digest(split, index, self.task(split, index))
         return digests
+
+    def task(self, split: str, index: int) -> Task:
+        """A task, drawn the same in every process; whatever the environment raises passes through."""
+        tasks = self._tasks(split)
+        kind: type = type(tasks)
+        if kind in (list, tuple) or getattr(tasks, "repeatable", False):
+            return tasks[index]
+        with seeded(self._seed, split, index):
+            return tasks[index]
 
     async def answer(
         self, request: wire.Request, settings: ModelSettings, *, protocol: int = wire.PROTOCOL
@@ -208,15 +213,7 @@ class Responder:
                 f'split "{request.split}" has {count} tasks, asked for {request.index}',
                 retryable=False,
             )
-        return self._look_up(request.split, request.index)
-
-    def _look_up(self, split: str, index: int) -> Task:
-        tasks = self._tasks(split)
-        kind: type = type(tasks)
-        if kind in (list, tuple) or getattr(tasks, "repeatable", False):
-            return tasks[index]
-        with seeded(self._seed, split, index):
-            return tasks[index]
+        return self.task(request.split, request.index)
 
     def _digest(self, split: str, index: int, task: Task) -> int:
         """The digest of a task, made once as long as it is remembered."""

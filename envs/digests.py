@@ -1,8 +1,9 @@
 """A digest of a task: 63 bits that are equal in two processes if, and in all likelihood only if, the task is.
 
 What is digested is the task's content, as canonical msgpack: keys in order, numbers and texts as they are, arrays of
-numpy by type, shape and bytes, and any other object by its `repr` without memory addresses. Members of a group, which
-may run on different servers, must have the same; 0 stands for "none was made". Pure.
+numpy by type, shape and bytes, an object that does not show itself by its attributes, and any other by its `repr`
+without memory addresses. Members of a group, which may run on different servers, must have the same; 0 stands for "none
+was made". Pure.
 """
 
 import hashlib
@@ -36,6 +37,8 @@ def _plain(value: object) -> Any:
         return value.item()
     if isinstance(value, np.ndarray) and value.dtype != object:
         return [value.dtype.str, list(value.shape), value.tobytes()]
+    if type(value).__repr__ is object.__repr__ and hasattr(value, "__dict__"):
+        return [type(value).__qualname__, vars(value)]
     return _without_address(value)
 
 

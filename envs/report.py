@@ -5,9 +5,10 @@ that two splits can be compared without sending them.
 """
 
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from types import UnionType
+from typing import Any, Protocol, Union
 
 import msgspec
 
@@ -18,6 +19,7 @@ from envs.loader import find_factory
 from envs.server_spec import ServerSpec
 
 FIRST_TASKS = 8
+_PLAIN = {str, int, float, bool, type(None), Any, list, dict, tuple, Mapping, Sequence, Union, UnionType}
 
 
 class Surveyed(Protocol):
@@ -70,14 +72,24 @@ def unfit_args(factory: Callable[..., Any], args: Mapping[str, Any]) -> list[str
         return []
     found = []
     for name, value in args.items():
+        hint = hints.get(name)
+        if not _is_plain(hint):
+            continue
         try:
-            msgspec.convert(value, hints.get(name, Any))
+            msgspec.convert(value, hint)
         except msgspec.ValidationError:
-            declared = hints[name].__name__ if type(hints[name]) is type else str(hints[name])
+            declared = hint.__name__ if type(hint) is type else str(hint)
             found.append(f"{name} = {value!r} is not what its constructor declares, {declared}")
-        except TypeError:
-            continue  # a type that JSON and TOML cannot express
     return found
+
+
+def _is_plain(hint: Any) -> bool:
+    """Whether a type is made of what TOML and JSON can express."""
+    if typing.get_origin(hint) is typing.Literal:
+        return True
+    inner = [part for part in typing.get_args(hint) if part is not ...]
+    outer = typing.get_origin(hint) or hint
+    return outer in _PLAIN and all(map(_is_plain, inner))
 
 
 def _raising(shown: str, environment: Surveyed, split: str) -> SplitReport:

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+import orchestrator
+
 ROOT = Path(__file__).parent.parent
 ALLOWED_IN_ENVS = {"aiohttp", "msgspec", "numpy", "structlog", "uvloop", "yarl", "zmq"}
 """yarl comes with aiohttp; uvloop is used where it is there."""
@@ -23,6 +25,7 @@ LIBRARIES_OF_ADAPTERS = {
     "atroposlib",
     "datasets",
     "inspect_ai",
+    "math_verify",
     "openai",
     "reasoning_gym",
     "transformers",
@@ -118,6 +121,17 @@ HEAVY = {
 def test_importing_the_package_loads_nothing_heavy() -> None:
     """`import orchestrator` starts nothing and costs next to nothing."""
     assert loaded_by("import orchestrator, orchestrator.cli") & HEAVY == set()
+
+
+def test_what_programs_call_is_imported_when_it_is_asked_for() -> None:
+    """Every name that the package lists is there, and none of them costs anything before."""
+    assert set(orchestrator.__all__) <= set(dir(orchestrator))
+    for name in orchestrator.__all__:
+        assert getattr(orchestrator, name) is not None
+    assert loaded_by("import orchestrator; dir(orchestrator)") & HEAVY == set()
+    assert {"aiohttp", "zmq"} <= loaded_by("from orchestrator import running, rollouts")
+    with pytest.raises(AttributeError, match="has no attribute 'runing'"):
+        _ = orchestrator.runing
 
 
 def test_a_trainer_imports_little() -> None:

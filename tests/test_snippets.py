@@ -136,6 +136,7 @@ def test_the_configuration_block_of_the_readme_works_after_make_run(tmp_path: Pa
     assert "delivered share" in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_the_commands_of_operating_it_work(small: Path) -> None:
     """Run, run anew, evaluate, and look at a run while it runs."""
@@ -144,7 +145,9 @@ def test_the_commands_of_operating_it_work(small: Path) -> None:
     done = run_all("\n".join(alone), small)
     assert done.returncode == 0, done.stderr
     endless = [str(COMMAND), "run", "small.toml", "--max_steps", "1000000"]
-    with subprocess.Popen(endless, cwd=small, stdout=subprocess.PIPE, text=True) as running:
+    with subprocess.Popen(
+        endless, cwd=small, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as running:
         assert running.stdout is not None
         next(line for line in running.stdout if '"run.started"' in line)
         shown = run_all(status.replace("RUN_DIR", "runs/small"), small)
@@ -155,6 +158,7 @@ def test_the_commands_of_operating_it_work(small: Path) -> None:
     assert running.returncode == 128 + 15
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_the_overrides_of_the_reference_work(small: Path) -> None:
     """One by a variable, two by flags; the same run goes on."""
@@ -186,3 +190,18 @@ def test_the_trainers_of_the_page_about_trainers_work(tmp_path: Path) -> None:
         assert trained.returncode == 0, trained.stderr
         assert trained.stdout.splitlines()[-1] == "the run is over: max_steps reached"
         assert service.wait(60) == 0
+
+
+@pytest.mark.timeout(180)
+def test_the_programs_that_run_the_service_themselves_work(small: Path) -> None:
+    """The one of the README with nothing beside it, the one of the page about trainers with a configuration."""
+    files_of(README, small)
+    learnt = run_all("python learn.py", small)
+    assert learnt.returncode == 0, learnt.stderr
+    assert [line.split()[0] for line in learnt.stdout.splitlines()[:3]] == ["1", "2", "3"]
+    assert len(json.loads(learnt.stdout.splitlines()[3])) == 4
+    files_of(ROOT / "docs" / "trainer.md", small)
+    ended = run_all("python one_program.py small.toml", small)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout == "the run is over: max_steps reached\n"
+    assert json.loads((small / "runs" / "small" / "summary.json").read_text())["version"] == 3

@@ -114,6 +114,9 @@ class TasksetEnvironment(Environment):
                 raise EnvironmentLoadError(f'verifiers::{self.name}: its taskset has no split "{split}"')
         return TasksetTasks(taskset, None if taskset.bounded else self._endless_tasks)
 
+    def identity(self, task: Task) -> object:
+        return getattr(task["task"], "data", task["task"])
+
     async def rollout(self, task: Task, model: Model) -> Rollout:
         seats = RolloutSeats(model)
         token = current_rollout.set(seats)

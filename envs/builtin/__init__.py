@@ -23,9 +23,17 @@ BUILTIN = {
     "agree": BuiltinEnvironment(
         "envs.builtin.agree:Agree", "pick the letter that the rest of the group picks; group-scored, 50 ms"
     ),
+    "duel": BuiltinEnvironment(
+        "envs.builtin.duel:Duel",
+        "be right where the other seat is wrong; two seats with rewards of their own",
+    ),
     "lookup": BuiltinEnvironment(
         "envs.builtin.lookup:Lookup",
         "ask a tool for a value and pass it on; two turns, a slow tool of 200 ms",
+    ),
+    "calculator": BuiltinEnvironment(
+        "envs.builtin.calculator:Calculator",
+        "work out a sum, with a calculator as a tool; a tool loop, instant",
     ),
 }
 """Name → environment, for ids of the form `builtin::<name>`."""

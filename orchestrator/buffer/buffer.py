@@ -20,8 +20,8 @@ from orchestrator.buffer.quotas import Quotas, minimum_counts
 from orchestrator.buffer.rules import (
     ExactRule,
     ExactSelection,
+    QuotaRule,
     QuotaSelection,
-    Rule,
     Selection,
     TokenRule,
     build_rule,
@@ -88,7 +88,7 @@ class BatchBuffer(Generic[T]):
             envs = quotas
         self._known = None if envs is None else dict.fromkeys(envs)
         self._quotas = Quotas(quotas) if quotas else None
-        self._rule: Rule = build_rule(self.batch_size, unit, self._quotas, wait=on_starved == "wait")
+        self._rule = build_rule(self.batch_size, unit, self._quotas, wait=on_starved == "wait")
         self._envs: dict[str, EnvQueue] = {}
         self._lanes: dict[tuple[str, int], SizeQueue] = {}
         self._ranks = 0
@@ -150,25 +150,26 @@ class BatchBuffer(Generic[T]):
         *,
         at_once: bool = False,
         spare: int = 0,
-        must_before: int | None = None,
+        least: Mapping[str, int] | None = None,
         most: Mapping[str, int] | None = None,
+        fits: Callable[[Mapping[tuple[str, int], int]], bool] | None = None,
     ) -> list[T] | None:
         """The next batch in queue order, or None.
 
         `now` is needed to split groups after a time, `at_once` splits without waiting for it; by tokens it lets a
-        batch lack up to `spare` of its budget. Groups of versions before `must_before` are all in the batch, if need be by splitting another. `most`: no more than this of an
-        env, where an exact batch allows it.
+        batch lack up to `spare` of its budget. `least` is what the batch must have of each env's oldest groups, beyond
+        the minimums; `most` what it had better not exceed. `fits` judges a batch by what it has of each env and
+        version: where whole groups make none that fits, groups are split at once.
         """
+        envs = list(self._envs.values())
         choice = self._choose()
-        if choice is None and at_once and isinstance(self._rule, TokenRule):
-            envs = list(self._envs.values())
-            choice = None if self._rule.shortage(envs, spare) else self._rule.choose(envs)
-        if choice is not None and (most or must_before is not None):
-            choice = self._prefer(choice, most or {}, must_before)
-        if choice is None and self._split is not None and now is not None:
-            choice = self._choose_by_splitting(
-                self._split, now, at_once=at_once, in_order=must_before is not None
-            )
+        if isinstance(self._rule, TokenRule):
+            short = choice is None and (not at_once or self._rule.shortage(envs, spare))
+            choice = None if short else self._rule.choose(envs, least or {})
+        elif choice is not None and (least or most):
+            choice = self._prefer(self._rule, least or {}, most or {}, fits)
+        elif choice is None and self._split is not None and now is not None:
+            choice = self._choose_by_splitting(self._split, now, at_once=at_once, least=least)
         if choice is None:
             return None
         self._stuck_since = None
@@ -255,12 +256,17 @@ class BatchBuffer(Generic[T]):
         return {env.name: env.required for env in self._envs.values() if env.minimum}
 
     @property
-    def planned(self) -> dict[str, int]:
+    def planned(self) -> Mapping[str, int | Fraction]:
         """What the next batches will have of each env at least: its minimum, or its quota."""
         if self._quotas is None:
             return self.minimums
         shares = {env: share * self.batch_size for env, share in self._quotas.targets.items()}
-        return {env: int(share) for env, share in shares.items() if self._env(env).available}
+        return {env: share for env, share in shares.items() if self._env(env).available}
+
+    @property
+    def has_quotas(self) -> bool:
+        """Whether batches follow quotas."""
+        return self._quotas is not None
 
     @property
     def configured_minimums(self) -> dict[str, int]:
@@ -297,36 +303,38 @@ class BatchBuffer(Generic[T]):
         return self._choice
 
     def _prefer(
-        self, choice: Selection, most: Mapping[str, int], must_before: int | None
+        self,
+        rule: ExactRule | QuotaRule,
+        least: Mapping[str, int],
+        most: Mapping[str, int],
+        fits: Callable[[Mapping[tuple[str, int], int]], bool] | None,
     ) -> Selection | None:
-        """Another choice than the first one where that must, or had better, be."""
+        """A batch that fits, where there is one; given that there is a batch."""
         envs = list(self._envs.values())
-        if isinstance(self._rule, ExactRule) and most:
-            choice = self._rule.choose(envs, most) or self._rule.choose(envs) or choice
-        self._choice = choice
-        if isinstance(choice, QuotaSelection):
-            entries = choice.exact.entries
-        elif isinstance(choice, ExactSelection):
-            entries = choice.entries
-        else:
+
+        def good(choice: ExactSelection | QuotaSelection | None) -> bool:
+            return choice is not None and (fits is None or fits(choice.amounts()))
+
+        choice: Selection | None = None
+        if isinstance(rule, ExactRule) and most and good(choice := rule.choose(envs, least, most)):
             return choice
-        if must_before is None or self._split is None:
+        if good(choice := rule.choose(envs, least)):
             return choice
-        must = sum(count for version, count in self._versions.items() if version < must_before)
-        if sum(entry[1] < must_before for entry in entries) < must:
-            # Walking the queue from its front takes them all, and cuts the group that does not fit any more.
-            for env in envs if isinstance(self._rule, ExactRule) else ():
-                env.high = self.batch_size
-            self._cut(cut_overshoots(self.batch_size, envs), self._split)
-            choice = self._choose() or choice
-        return choice
+        if self._split is not None:
+            choice = self._cut_in_order(rule, least, self._split)
+        return choice or rule.choose(envs)
 
     def _choose_by_splitting(
-        self, split: Callable[[T, int], tuple[T, T]], now: float, *, at_once: bool, in_order: bool
+        self,
+        split: Callable[[T, int], tuple[T, T]],
+        now: float,
+        *,
+        at_once: bool,
+        least: Mapping[str, int] | None,
     ) -> Selection | None:
         """There is no exact batch: make one by splitting a group, once waiting cannot help or has lasted.
 
-        `in_order`: the oldest groups are all taken whole, and the one that does not fit any more is split.
+        With `least` the oldest groups are all taken whole, and the one that does not fit any more is split.
         """
         envs = list(self._envs.values())
         if self._rule.shortage(envs):
@@ -337,9 +345,23 @@ class BatchBuffer(Generic[T]):
         waited = now >= self._stuck_since + self._stuck_after_s  # the same sum as `split_at`, to the last bit
         if not at_once and not waited and can_complete(self.batch_size, envs):
             return None
-        cuts = cut_overshoots(self.batch_size, envs) if in_order else []
-        self._cut(cuts or plan_cuts(self.batch_size, envs), split)
-        return self._choose()
+        choice = None
+        if least is not None and not isinstance(self._rule, TokenRule):
+            choice = self._cut_in_order(self._rule, least, split)
+        if choice is None:
+            self._rule.choose(envs)  # sets what each env must and may give
+            self._cut(plan_cuts(self.batch_size, envs), split)
+            choice = self._choose()
+        return choice
+
+    def _cut_in_order(
+        self, rule: ExactRule | QuotaRule, least: Mapping[str, int], split: Callable[[T, int], tuple[T, T]]
+    ) -> Selection | None:
+        """The oldest groups with the least of each env among them; what fits only in part is cut."""
+        envs = list(self._envs.values())
+        rule.bound(envs, least)
+        self._cut(cut_overshoots(self.batch_size, envs), split)
+        return rule.select(envs)
 
     def _cut(self, cuts: Sequence[Cut], split: Callable[[T, int], tuple[T, T]]) -> None:
         parts = [split(cut.entry[4], cut.size) for cut in cuts]

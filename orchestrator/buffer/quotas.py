@@ -93,7 +93,7 @@ class Quotas:
         What a starved env cannot give goes to the others by their targets. Envs in `given_up` are not counted
         as starved. The queue must hold a full batch of the envs together.
         """
-        due = {env: share * batch_size + self.carried[env] for env, share in self.targets.items()}
+        due = self._due(batch_size)
         counts = asked = apportion(due, batch_size)
         capped: list[str] = []
         while short := [env for env in due if env not in capped and counts[env] > queued.get(env, 0)]:
@@ -104,8 +104,18 @@ class Quotas:
             counts = apportion(due, batch_size)
         if len(capped) == len(due):  # nobody is left to owe the difference to
             due = {env: Fraction(count) for env, count in counts.items()}
-        starved = {env: asked[env] for env in capped if env not in given_up}
+        # Whoever is short only of what others could not give is not waited for.
+        starved = {
+            env: asked[env] for env in capped if env not in given_up and asked[env] > queued.get(env, 0)
+        }
         return QuotaPlan(counts, _simplified(due), starved)
+
+    def counts(self, batch_size: int) -> dict[str, int]:
+        """What each env gets of the next batch if it has as much."""
+        return apportion(self._due(batch_size), batch_size)
+
+    def _due(self, batch_size: int) -> dict[str, Fraction]:
+        return {env: share * batch_size + self.carried[env] for env, share in self.targets.items()}
 
     def _share_out(self, due: dict[str, Fraction], total: int, others: list[str]) -> None:
         """Let all be due `total` in sum by adding to each of `others` its part of the difference."""

@@ -15,6 +15,9 @@ from orchestrator.buffer.quotas import QuotaPlan, Quotas
 from orchestrator.buffer.subset_sum import meets, reachable, window
 from orchestrator.buffer.token_budget import Picks, choose_within, remove_picks
 
+Amounts = Mapping[str, int]
+NOTHING: Amounts = MappingProxyType({})
+
 
 class Selection(Protocol):
     """The groups of the next batch, still in the queue."""
@@ -31,8 +34,8 @@ class Rule(Protocol):
         """What is missing in plain numbers, as a sentence; empty if nothing is."""
         ...
 
-    def choose(self, envs: Sequence[EnvQueue]) -> Selection | None:
-        """The next batch, given that there is no shortage. Sets every env's low and high."""
+    def choose(self, envs: Sequence[EnvQueue], least: Amounts = NOTHING) -> Selection | None:
+        """The next batch, given that there is no shortage; with `least` of each env. Sets every env's low and high."""
         ...
 
     def needed(self, envs: Sequence[EnvQueue], coming: Mapping[str, int], spare: int) -> list[str]:
@@ -58,6 +61,13 @@ class ExactSelection:
     entries: list[Entry]
     envs: Sequence[EnvQueue]
 
+    def amounts(self) -> dict[tuple[str, int], int]:
+        """Sequences by env and version."""
+        found: dict[tuple[str, int], int] = {}
+        for _, version, size, _, _, env in self.entries:
+            found[env.name, version] = found.get((env.name, version), 0) + size
+        return found
+
     def commit(self) -> list[Entry]:
         for env in self.envs:
             for lane in env.lanes.values():
@@ -82,12 +92,20 @@ class ExactRule:
         return ""
 
     def choose(
-        self, envs: Sequence[EnvQueue], most: Mapping[str, int] = MappingProxyType({})
+        self, envs: Sequence[EnvQueue], least: Amounts = NOTHING, most: Amounts = NOTHING
     ) -> ExactSelection | None:
         """`most`: no more than this of an env."""
+        self.bound(envs, least, most)
+        return self.select(envs)
+
+    def bound(self, envs: Sequence[EnvQueue], least: Amounts, most: Amounts = NOTHING) -> None:
+        """Set what a batch must and may have of each env."""
         for env in envs:
-            env.low = env.required
+            env.low = max(env.required, least.get(env.name, 0))
             env.high = max(env.low, min(self.size, most.get(env.name, self.size)))
+
+    def select(self, envs: Sequence[EnvQueue]) -> ExactSelection | None:
+        """The oldest groups within these bounds."""
         entries = choose_exact(self.size, envs)
         return None if entries is None else ExactSelection(entries, envs)
 
@@ -100,6 +118,10 @@ class QuotaSelection:
     exact: ExactSelection
     plan: QuotaPlan
     quotas: Quotas
+
+    def amounts(self) -> dict[tuple[str, int], int]:
+        """Sequences by env and version."""
+        return self.exact.amounts()
 
     def commit(self) -> list[Entry]:
         delivered = {
@@ -122,9 +144,8 @@ class QuotaRule:
         self.quotas = quotas
         self.wait = wait
 
-    def _plan(self, envs: Sequence[EnvQueue], queued: Mapping[str, int] | None = None) -> QuotaPlan:
-        if queued is None:
-            queued = {env.name: env.sequences for env in envs}
+    def _plan(self, envs: Sequence[EnvQueue]) -> QuotaPlan:
+        queued = {env.name: env.sequences for env in envs}
         return self.quotas.plan(self.size, queued, [env.name for env in envs if not env.available])
 
     def shortage(self, envs: Sequence[EnvQueue]) -> str:
@@ -138,17 +159,24 @@ class QuotaRule:
 
     def needed(self, envs: Sequence[EnvQueue], coming: Mapping[str, int], spare: int) -> list[str]:
         under_way = {env.name: env.sequences + coming.get(env.name, 0) for env in envs}
+        if self.wait:
+            # More of an env that has its quota would not make a batch, and be left over from it.
+            counts = self.quotas.counts(self.size)
+            short = [env.name for env in envs if env.available and under_way[env.name] < counts[env.name]]
+            if short or sum(under_way.values()) >= self.size:
+                return short
         if sum(under_way.values()) < self.size:
             return [env.name for env in envs if self.quotas.targets[env.name]]
-        return list(self._plan(envs, under_way).starved) if self.wait else []
+        return []
 
-    def choose(self, envs: Sequence[EnvQueue]) -> QuotaSelection | None:
+    def choose(self, envs: Sequence[EnvQueue], least: Amounts = NOTHING) -> QuotaSelection | None:
         plan = self._plan(envs)
         for env in envs:
             for lane in env.lanes.values():
                 lane.reset()
         sums = [reachable(env.stock, min(self.size, env.sequences)) for env in envs]
         wanted = [plan.counts[env.name] for env in envs]
+        must = [least.get(env.name, 0) for env in envs]
         most = self.size
         if self.wait:
             most = max((lane.size for env in envs for lane in env.lanes.values()), default=1) - 1
@@ -156,15 +184,37 @@ class QuotaRule:
         def within(deviation: int) -> bool:
             return meets(
                 self.size,
-                [window(s, max(0, w - deviation), w + deviation) for s, w in zip(sums, wanted, strict=True)],
+                [
+                    window(s, max(m, w - deviation), w + deviation)
+                    for s, w, m in zip(sums, wanted, must, strict=True)
+                ],
             )
 
         deviation = _smallest(within, most)
-        for env, count in zip(envs, wanted, strict=True):
-            env.low = max(0, count - (deviation or 0))
+        for env, count, at_least in zip(envs, wanted, must, strict=True):
+            env.low = max(at_least, count - (deviation or 0))
             env.high = min(self.size, count + (deviation or 0))
-        entries = None if deviation is None else choose_exact(self.size, envs)
-        return None if entries is None else QuotaSelection(ExactSelection(entries, envs), plan, self.quotas)
+        return None if deviation is None else self.select(envs)
+
+    def bound(self, envs: Sequence[EnvQueue], least: Amounts) -> None:
+        """Set what a batch has of each env: its quota exactly, or more where more must be in it."""
+        counts = self._plan(envs).counts
+        must = {env.name: least.get(env.name, 0) for env in envs}
+        has = {env.name: max(counts[env.name], must[env.name]) for env in envs}
+        too_much = sum(has.values()) - self.size
+        for name in sorted(has, key=lambda name: must[name] - has[name]):
+            less = min(too_much, has[name] - must[name])
+            has[name] -= less
+            too_much -= less
+        for env in envs:
+            env.low = env.high = has[env.name]
+
+    def select(self, envs: Sequence[EnvQueue]) -> QuotaSelection | None:
+        """The oldest groups within these bounds."""
+        entries = choose_exact(self.size, envs)
+        if entries is None:
+            return None
+        return QuotaSelection(ExactSelection(entries, envs), self._plan(envs), self.quotas)
 
 
 def _smallest(holds: Callable[[int], bool], most: int) -> int | None:
@@ -203,9 +253,9 @@ class TokenRule:
                 return f'env "{env.name}" has {env.tokens} of its minimum of {env.required} tokens'
         return ""
 
-    def choose(self, envs: Sequence[EnvQueue]) -> TokenSelection:
+    def choose(self, envs: Sequence[EnvQueue], least: Amounts = NOTHING) -> TokenSelection:
         for env in envs:
-            env.low = env.required
+            env.low = max(env.required, least.get(env.name, 0))
         return TokenSelection(choose_within(self.budget, envs))
 
     def needed(self, envs: Sequence[EnvQueue], coming: Mapping[str, int], spare: int) -> list[str]:
@@ -223,7 +273,9 @@ def _needed(
     return list(under_way) if sum(under_way.values()) < size else []
 
 
-def build_rule(size: int, unit: str, quotas: Quotas | None, *, wait: bool) -> Rule:
+def build_rule(
+    size: int, unit: str, quotas: Quotas | None, *, wait: bool
+) -> TokenRule | ExactRule | QuotaRule:
     """The rule that a buffer's options ask for."""
     if unit == "tokens":
         return TokenRule(size)

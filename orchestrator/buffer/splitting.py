@@ -73,13 +73,14 @@ def cut_overshoots(size: int, envs: Sequence[EnvQueue]) -> list[Cut]:
     short = sum(lacking.values())
     need = size
     cuts = []
-    groups = sorted(
-        (entry[0], lane.rank, lane, entry)
+    groups = [
+        (lane, entry)
         for env in envs
         for lane in env.lanes.values()
         for entry in lane.entries[lane.head : lane.head + size]
-    )
-    for _, _, lane, entry in groups:
+    ]
+    groups.sort(key=lambda group: (group[1][0], group[0].rank))
+    for lane, entry in groups:
         rank = lane.env.rank
         # Beyond what its env lacks, a group may only use what no env lacks.
         part = min(lane.size, room[rank], lacking[rank] + need - short)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from envs.errors import EnvironmentLoadError
-from envs.loader import LOADERS, find_loader
+from envs.loader import FAMILIES, LOADERS, find_loader
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -111,6 +111,14 @@ def _add_try(verbs: "Commands") -> None:
         "--eval", action="store_true", help="ask for no token ids, so that any chat endpoint will do"
     )
     parser.add_argument(
+        "--check",
+        nargs="?",
+        type=_positive,
+        const=16,
+        metavar="TASKS",
+        help="first compare the tasks (16 of them, or as many as given) in two processes; they must be the same",
+    )
+    parser.add_argument(
         "--log-level",
         default="info",
         choices=["debug", "info", "warning", "error", "critical"],
@@ -162,6 +170,12 @@ def _add_serve(verbs: "Commands") -> None:
         metavar="NAME",
         help="variable with an API key that clients may have used; may be repeated",
     )
+    parser.add_argument(
+        "--seed",
+        type=_natural,
+        default=0,
+        help="for what is random while tasks are made; the same on all servers",
+    )
     parser.add_argument("--log-level", default="info", help="debug, info, warning or error")
     parser.set_defaults(run=_user_errors(_serve))
 
@@ -178,10 +192,15 @@ def _add_keygen(verbs: "Commands") -> None:
 
 
 def _list(arguments: argparse.Namespace) -> int:
+    width = max(map(len, FAMILIES))
+    for form, told in FAMILIES.items():
+        print(f"{form:<{width}}  {told}")
+    print()
     for loader_name in LOADERS:
         try:
             loader = find_loader(loader_name)
-            names = loader.names()
+            # A name in angle brackets stands for any: the list of families has it.
+            names = [name for name in loader.names() if not name.startswith("<")]
         except EnvironmentLoadError as error:
             print(f"{loader_name}::…  cannot be used yet: {error}")
             continue
@@ -189,7 +208,6 @@ def _list(arguments: argparse.Namespace) -> int:
         width = max(map(len, names), default=0)
         for name in names:
             print(f"{loader_name}::{name:<{width}}  {about(name) if about else ''}".rstrip())
-    print("module:Class  an envs.Environment of your own, found from the working directory")
     return 0
 
 
@@ -214,6 +232,7 @@ def _try(arguments: argparse.Namespace) -> int:
             api_key_env=arguments.api_key_env,
             timeout_s=arguments.timeout,
             train=not arguments.eval,
+            check=arguments.check or 0,
             log_level=arguments.log_level,
         )
     )
@@ -232,6 +251,7 @@ def _serve(arguments: argparse.Namespace) -> int:
         secret_key=arguments.secret_key_file,
         client_keys=arguments.client_key_file,
         key_variables=arguments.api_key_env,
+        seed=arguments.seed,
         log_level=arguments.log_level,
     )
     return serve_workers(specs)

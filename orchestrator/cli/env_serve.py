@@ -26,7 +26,7 @@ from envs.loader import parse_id
 from envs.logs import configure_logging
 from envs.server_spec import EXIT_STARTUP, ServerSpec
 from orchestrator.cli.env import UsageError
-from orchestrator.env_servers.launching import server_command
+from orchestrator.env_servers.launching import hash_seed, server_command
 from orchestrator.env_servers.processes import ChildProcess, describe_exit
 from orchestrator.env_servers.supervision import RestartBudget, RestartPolicy
 
@@ -47,6 +47,7 @@ def build_specs(
     secret_key: str | None = None,
     client_keys: Sequence[str] = (),
     key_variables: Sequence[str] = (),
+    seed: int = 0,
     log_level: str = "info",
 ) -> list[ServerSpec]:
     """What each worker is told, or UsageError; nothing is started."""
@@ -73,6 +74,7 @@ def build_specs(
             curve_public=pair.public if pair else "",
             curve_clients=clients,
             key_variables=list(key_variables),
+            seed=seed,
             log_level=log_level,
             log_format="pretty" if sys.stderr.isatty() else "json",
         )
@@ -145,7 +147,7 @@ async def _run(spec: ServerSpec, stopping: asyncio.Event) -> int:
         kept=True,
         first_line=msgspec.json.encode(spec) + b"\n",
         log_path=None,
-        environ={"PYTHONHASHSEED": "0", **os.environ},
+        environ={**os.environ, "PYTHONHASHSEED": hash_seed()},
     )
     try:
         async with asyncio.TaskGroup() as tasks:

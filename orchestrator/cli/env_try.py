@@ -22,7 +22,9 @@ from envs.errors import EnvironmentRaisedError, shown_url
 from envs.loader import load_environment, parse_id
 from envs.logs import configure_logging
 from envs.model import ModelSettings
+from envs.seeding import seeded
 from orchestrator.cli.env import UsageError
+from orchestrator.cli.env_check import check_tasks
 from orchestrator.errors import ConfigError
 from orchestrator.service.rollouts import Opened, opened
 
@@ -35,7 +37,10 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrySpec:
-    """What to try. Without `base_url` the local policy is used; without `model` the first that is served."""
+    """What to try. Without `base_url` the local policy is used; without `model` the first that is served.
+
+    `check` is how many tasks are compared in two processes before that.
+    """
 
     id: str
     base_url: str | None = None
@@ -49,6 +54,7 @@ class TrySpec:
     api_key_env: str | None = None
     timeout_s: float = 300.0
     train: bool = True
+    check: int = 0
     log_level: str = "info"
 
 
@@ -71,8 +77,12 @@ def try_environment(spec: TrySpec, *, console: Console | None = None) -> int:
         )
     except ValueError as error:
         raise UsageError(str(error)) from error
+    split = spec.split or parse_id(spec.id).split or "train"
+    if spec.check and not check_tasks(spec.id, spec.args, split, spec.check, console):
+        return EXIT_FAILED
     try:
-        environment = load_environment(spec.id, spec.args)
+        with seeded(0, "load"):
+            environment = load_environment(spec.id, spec.args)
         with asyncio.Runner() as runner:
             return runner.run(_try(spec, environment, settings, console))
     except EnvironmentRaisedError as error:
@@ -130,7 +140,8 @@ def _show(answer: wire.Result | wire.Failure, console: Console) -> bool:
         end = start + sum(header.lengths)
         console.rule(f"rollout {answer.id + number + 1}  reward {header.reward:g}", align="left")
         for message in transcript["messages"]:
-            console.print(f"[bold]{_shown(str(message.get('role', '?')))}[/bold]  {_shown(_said(message))}")
+            who = " ".join(str(message[key]) for key in ("seat", "role") if message.get(key)) or "?"
+            console.print(f"[bold]{_shown(who)}[/bold]  {_shown(_said(message))}")
         console.print(_facts(header, answer, start, end), style="dim")
         start = end
     return False
@@ -156,7 +167,9 @@ def _said(message: dict[str, Any]) -> str:
 
 
 def _facts(header: wire.RolloutHeader, answer: wire.Result, start: int, end: int) -> str:
-    parts = [f"stop {header.stop_reason}{' (truncated)' if header.truncated else ''}"]
+    seats = dict(zip(header.seats, header.rewards or [header.reward] * len(header.seats), strict=True))
+    parts = [f"reward of {seat} {reward:g}" for seat, reward in seats.items()]
+    parts += [f"stop {header.stop_reason}{' (truncated)' if header.truncated else ''}"]
     if header.lengths:
         sampled = int(answer.mask[start:end].sum())
         mean = float(np.sum(answer.logprobs[start:end], dtype=np.float64)) / max(1, sampled)

@@ -5,10 +5,10 @@ names are held against those that OpenAI, vLLM and SGLang know. Whatever else an
 `extra_body`, which is unpacked into the request as OpenAI's own client does.
 """
 
+import difflib
 import math
 from collections.abc import Iterator, Mapping
 
-from envs.importing import nearest
 from envs.model import RESERVED
 from orchestrator.config.shapes import Problem
 
@@ -56,8 +56,8 @@ def _bad(sampling: object, path: str) -> Iterator[Problem]:
         yield f"{path}.{name}", "is not a sampling parameter: it is decided for every request by itself"
     for name in sampling:
         if name not in KNOWN | RESERVED | {EXTRA}:
-            hint = nearest(name, KNOWN)
-            guess = f"{hint} " if hint.startswith("did you mean") else ""
+            close = difflib.get_close_matches(name, KNOWN, n=1, cutoff=0.6)
+            guess = f'did you mean "{close[0]}"? ' if close else ""
             yield (
                 f"{path}.{name}",
                 f"no such sampling parameter is known; {guess}what only your engine knows goes into {path}.{EXTRA}",

@@ -118,9 +118,8 @@ class Admission:
 
     def _crowded(self) -> Callable[[str], Wait | None]:
         """Whether the work ahead of a new group is too much: for the trainer's pace, or for the queue."""
-        queued = self._queue.queued()
-        room = self._pace.room(queued=queued, minimums=self._queue.minimums())
-        full = sum(queued.values()) >= self._bound
+        room = self._pace.room(self._queue.queued_by_version(), self._queue.minimums(), self._queue.reserved)
+        full = sum(self._queue.queued().values()) >= self._bound
 
         def crowded(name: str) -> Wait | None:
             if not room.admits(name, self._queue.expected(name)):

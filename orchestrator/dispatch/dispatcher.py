@@ -217,6 +217,19 @@ class Dispatcher:
                     WaitKind.BACKOFF, "the pause before failed rollouts are asked again", self._backoff[0][0]
                 )
             )
+        return found + self._held_waits(limit)
+
+    def _held_waits(self, limit: int) -> list[Wait]:
+        """What waits on purpose, though there is room: suspects, and evaluations that have their share of the slots."""
+        found = []
+        held = [env for (_, env), suspects in self._suspects.items() if suspects.waiting]
+        if held:
+            text = "rollouts that were on a server when it died, asked again a few at a time"
+            found.append(Wait(WaitKind.SUSPECTS, text).of(list(dict.fromkeys(held)), all_of=False))
+        waiting = self._eval_source.waiting
+        if waiting and not self._eval_room(1, limit):
+            text = "a slot for evaluations, which have half of them while training goes on"
+            found.append(Wait(WaitKind.EVALUATION_SLOT, text).of(waiting, all_of=False))
         return found
 
     # --- starting --------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """What dispatch asks of its neighbours, the rules it follows, and the instructions it gives."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -47,6 +47,9 @@ class EvalSource(Protocol):
     """Where evaluation tasks come from."""
 
     def next_eval(self, eligible: Collection[str]) -> EvalTask | None: ...
+    @property
+    def waiting(self) -> Sequence[str]:
+        """Envs of which there are tasks left."""
 
 
 class Queue(Protocol):
@@ -55,8 +58,14 @@ class Queue(Protocol):
     def queued(self) -> Mapping[str, int]:
         """What each env has queued."""
 
+    def queued_by_version(self) -> Mapping[tuple[str, int], int]:
+        """What each env has queued of each version."""
+
     def minimums(self) -> Mapping[str, int]:
         """What every batch must have of each env."""
+
+    def reserved(self, batches: int) -> Mapping[str, int]:
+        """What so many batches will have of each env at least, in whole groups."""
 
     def needed(self, coming: Mapping[str, int]) -> Collection[str]:
         """Envs of which the next batch needs more than is queued and coming; none while no batch is wanted."""

@@ -23,6 +23,8 @@ class WaitKind(StrEnum):
     QUEUE = "queue"
     PROBES = "probes"
     BACKOFF = "backoff"
+    SUSPECTS = "suspects"
+    EVALUATION_SLOT = "evaluation_slot"
     OLDER_GROUP = "older_group"
     GROUPS = "groups"
     MINIMUM = "minimum"
@@ -46,6 +48,8 @@ REMEDIES = {
     WaitKind.TRAINER: "raise staleness.max_versions, or make the trainer faster",
     WaitKind.QUEUE: "raise batch.max_buffered, or make the trainer faster",
     WaitKind.PROBES: "look at why the env fails: status and its log say it",
+    WaitKind.SUSPECTS: "look into the env's log in the run directory for why its server died",
+    WaitKind.EVALUATION_SLOT: "raise dispatch.max_inflight, or evaluate fewer examples",
     WaitKind.OLDER_GROUP: "lower rollout_timeout_s of the env, or raise staleness.max_versions",
     WaitKind.MINIMUM: 'lower min_batch_allocation, or set on_unmet_minimum = "waive"',
     WaitKind.QUOTA: 'set batch.on_starved = "redistribute"',

@@ -176,9 +176,8 @@ class ServerLauncher:
             first_line=msgspec.json.encode(instructions) + b"\n",
             log_path=spec.log_dir / f"{re.sub(r'[^A-Za-z0-9_.-]+', '_', server)}.log",
             environ={
-                # What an environment draws from hashes is then the same in every process; the user may choose another.
-                "PYTHONHASHSEED": "0",
                 **{name: value for name, value in os.environ.items() if name not in spec.withheld},
+                "PYTHONHASHSEED": hash_seed(),
                 "PYTHONPATH": os.pathsep.join(filter(None, path)),
                 "PYTHONUNBUFFERED": "1",
             },
@@ -259,6 +258,12 @@ class ServerLauncher:
                     trace = record.get("traceback")
                     return str(record.get("why")), f"\n{str(trace).rstrip()}" if trace else ""
         return "", last_lines(log_tail)
+
+
+def hash_seed() -> str:
+    """`PYTHONHASHSEED` of every server: what follows from hashes is the same in all; the user may choose another number."""
+    chosen = os.environ.get("PYTHONHASHSEED", "")
+    return chosen if chosen.isdecimal() else "0"
 
 
 def server_command(python: str, *options: str) -> list[str]:

@@ -362,6 +362,10 @@ class Link:
         """The server will never do: nothing runs here from now on."""
         if self.state in (LinkState.LOST, LinkState.CLOSED):
             return
+        if self.state is LinkState.READY:
+            # It did before: what runs there is asked again, and so is the server itself.
+            self.lose(f"it refused us: {reason}")
+            return
         self.state = LinkState.CLOSED
         self._shut()
         self._end_all("refused", reason, retryable=False)

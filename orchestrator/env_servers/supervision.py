@@ -5,7 +5,8 @@ runs elsewhere), socket path and link. Whatever ends a life (exit, silence, clos
 ran out) is seen by callbacks that fail its requests at once, also while nothing awaits here; `run` then
 starts the next life after a pause that doubles from one failure to the next, until the budget is used up.
 A server elsewhere is not restarted but reconnected to; it is given up after `reconnect_timeout_s`, unless
-another server of its environment is ready.
+another server of its environment is ready. A server that refuses us, or is not what it was, ends the start of a
+run, but later on it is lost like any other.
 """
 
 import asyncio
@@ -169,6 +170,7 @@ class ServerSlot:
         self._ready_timeout_s = ready_timeout_s
         self._reconnect_timeout_s = reconnect_timeout_s
         self._life: Life | None = None
+        self._refused_since: float | None = None
         self._stopped = False
 
     @property
@@ -226,8 +228,6 @@ class ServerSlot:
             life.process.exited.result() if life.process is not None and not life.process.running else None
         )
         log.warning("env.server_lost", env=self.env, server=self.name, reason=reason, exit_code=exit_code)
-        if life.refusal is not None:
-            raise life.refusal
         delay = self._budget.next_delay_s(time.monotonic())
         if delay is None and life.process is not None:
             raise EnvLostError(self.env, self._describe_loss(life, reason))
@@ -239,15 +239,25 @@ class ServerSlot:
         try:
             self.start()
             await self.wait_ready()
-        except EnvStartupError as error:
-            if life.process is None and not self._env_available():
+        except (EnvStartupError, EnvProtocolError) as error:
+            if life.process is None and not self._env_available() and self._given_up(error):
                 raise EnvLostError(self.env, str(error)) from None
             log.warning("env.restart_failed", env=self.env, server=self.name, why=str(error))
             if self._life is not None:
                 await self._life.stop(grace_s=0, reason="it did not become ready")
             return
+        self._refused_since = None
         took_s = round(time.monotonic() - started, 3)
         log.info("env.server_restarted", env=self.env, server=self.name, took_s=took_s)
+
+    def _given_up(self, error: EnvStartupError | EnvProtocolError) -> bool:
+        """Whether a server elsewhere has had its time to come back; one that refuses us says so at once."""
+        if isinstance(error, EnvStartupError):
+            return True
+        now = time.monotonic()
+        if self._refused_since is None:
+            self._refused_since = now
+        return now - self._refused_since >= self._reconnect_timeout_s
 
     def _wait_s(self, life: Life) -> float:
         reconnecting = life.process is None and life.number > 0

@@ -21,7 +21,7 @@ from orchestrator.inference.watch import EndpointWatch
 
 log = structlog.get_logger(__name__)
 
-_REPORT_AFTER_S = 2.0
+_REPORT_AFTER_S = 4.0
 _REPORT_EVERY_S = 30.0
 
 

@@ -46,8 +46,8 @@ class Minimums:
         buffer, pace, sink = self._parts.buffer, self._parts.pace, self._parts.sink
         buffer.set_available(name, True)
         minimum = buffer.minimums.get(name, 0)
-        if minimum and pace.mode == "pace":
-            room = pace.room(queued=sink.queued(), minimums=buffer.minimums)
+        if buffer.planned.get(name, 0) and pace.mode == "pace":
+            room = pace.room(sink.queued_by_version(), sink.minimums(), sink.reserved)
             if not room.holds and not pace.engines_behind:
                 buffer.set_available(name, False)
                 return

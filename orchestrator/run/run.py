@@ -33,6 +33,11 @@ from orchestrator.run.settings import RunSettings
 
 log = structlog.get_logger()
 
+MISMATCH_REMEDY = (
+    "what the trainer computes is not what was sampled: look whether it has the weights of the published version, "
+    "recomputes at the sampled temperature and cuts, and computes in the same precision as the engines"
+)
+
 
 class RunState(StrEnum):
     """Where a run is in its life."""
@@ -127,6 +132,15 @@ class Run:
             versions.trained = step
             self.save(now)
 
+    def on_report(self, step: int, metrics: Mapping[str, float]) -> str:
+        """The trainer's own numbers of a step; returns why they are refused, empty if they are not."""
+        reports = self.parts.facts.reports
+        before = reports.trouble
+        problem = reports.add(step, metrics)
+        if reports.trouble and not before:
+            log.warning("trainer.mismatch", found=reports.trouble, remedy=MISMATCH_REMEDY)
+        return problem
+
     def on_publish(self, version: int, path: str | None, now: float) -> None:
         """The trainer has a new version; older ones and repetitions are harmless.
 
@@ -191,6 +205,11 @@ class Run:
     def version(self) -> int:
         """Version that the inference servers sample from."""
         return self.parts.versions.serving
+
+    @property
+    def all_acknowledged(self) -> bool:
+        """Whether every rank is done with the last batch of the run."""
+        return self.settings.max_steps is not None and self.acknowledged >= self.settings.max_steps
 
     @property
     def idle(self) -> bool:
@@ -326,8 +345,8 @@ class Run:
 
     def _end_if_complete(self) -> None:
         """End once every step is acknowledged, the last version is loaded and its evaluations are done."""
-        steps, versions = self.settings.max_steps, self.parts.versions
-        if steps is None or self.acknowledged < steps:
+        versions = self.parts.versions
+        if not self.all_acknowledged:
             return
         if self.parts.evaluations.idle and versions.serving == versions.published:
             self.end("max_steps reached")

@@ -6,6 +6,7 @@ task is done when its batch is formed, or when its group is filtered out; a grou
 The mix is told of every group's end here and nowhere else. Synchronous; time is an argument.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -189,8 +190,8 @@ class TrainSink:
             self._evict(now)
             if not self._buffer.splits and self._barren.too_many(self._buffer.sequences):
                 self._give_up_if_stuck()
-            minimums = self.minimums()
-            self.held = self._pace.held_back_by(self._by_version, available, minimums)
+            plan = self._pace.plan_next(self._by_version, available, self._buffer.minimums)
+            self.held = plan.held_by if plan is not None else None
             if self.held is not None:
                 return
             step = versions.formed + 1
@@ -198,8 +199,9 @@ class TrainSink:
                 now,
                 at_once=at_once,
                 spare=self._spare,
-                must_before=versions.oldest_allowed(step + 1) if self._pace.mode == "pace" else None,
-                most=self._spread(minimums),
+                least=plan.least if plan is not None else None,
+                most=self._spread(),
+                fits=plan.fits if plan is not None else None,
             )
             if groups is None:
                 self.stuck = self._buffer.is_stuck(self._spare)
@@ -235,12 +237,23 @@ class TrainSink:
         """What each env has queued, in the unit of the batch."""
         return self._queued
 
+    def queued_by_version(self) -> Mapping[tuple[str, int], int]:
+        """What each env has queued of each version."""
+        return self._by_version
+
     def minimums(self) -> Mapping[str, int]:
-        """What every batch will have of each env at least: its minimum in whole groups, or its quota."""
-        planned = self._buffer.planned
-        portion = self._yields.portion
-        whole = {env: -(-least // portion(env)) * portion(env) for env, least in planned.items()}
-        return whole if sum(whole.values()) <= self.capacity else planned
+        """What every batch will have of each env at least: its minimum, or its quota."""
+        return {env: math.floor(share) for env, share in self._buffer.planned.items()}
+
+    def reserved(self, batches: int) -> Mapping[str, int]:
+        """What so many batches will have of each env at least, in whole groups."""
+        planned, portion = self._buffer.planned, self._yields.portion
+        whole = {
+            env: math.ceil(batches * least / portion(env)) * portion(env) for env, least in planned.items()
+        }
+        if self._buffer.has_quotas and sum(whole.values()) > batches * self.capacity:
+            return {}  # quotas leave no room for the ends of groups: what is over in one batch is less in the next
+        return whole
 
     def needed(self, coming: Mapping[str, int]) -> Collection[str]:
         """Envs of which the next batch needs more than is queued and coming."""
@@ -296,17 +309,15 @@ class TrainSink:
         if self._buffer.is_stuck(self._spare):
             self._barren.give_up(self._buffer.sequences, self._buffer.explain())
 
-    def _spread(self, minimums: Mapping[str, int]) -> Mapping[str, int] | None:
+    def _spread(self) -> Mapping[str, int] | None:
         """How much of envs with a minimum a batch had better take, so that the next ones find theirs."""
-        if self._pace.mode == "drop" or not minimums:
-            return None
         later = self._versions.steps_left(self._versions.serving) - 1
-        if later < 1:
+        if self._pace.mode == "drop" or later < 1:
             return None
         coming = self._pace.coming
         return {
             env: max(minimum, self._queued[env] + coming.get(env, 0) - later * minimum)
-            for env, minimum in minimums.items()
+            for env, minimum in self._buffer.minimums.items()
             if minimum
         }
 
@@ -336,13 +347,14 @@ class TrainSink:
     def _evict(self, now: float) -> None:
         oldest = self._versions.oldest_allowed(self._versions.formed + 1)
         evicted: Sequence[Group] = self._buffer.evict_older_than(oldest)
+        again = [self._tasks.retry(group.task) for group in evicted]
+        # The rest of a group that was split cannot be asked again: the other part of it is trained on.
+        whole = sum(self._size(group) for group, asked in zip(evicted, again, strict=True) if asked)
         # Less than a group: what the last one of a batch brought beyond it, and no later batch may use.
-        little = self._pace.mode == "pace" and sum(map(self._size, evicted)) <= self._yields.largest()
-        for group in evicted:
+        little = self._pace.mode == "pace" and whole <= self._yields.largest()
+        for group, asked in zip(evicted, again, strict=True):
             self._count(group, -1)
-            # The rest of a group that was split cannot be asked again: the other part of it is trained on.
-            again = self._tasks.retry(group.task)
-            reason = "split_rest" if not again else "surplus" if little else "stale"
+            reason = "split_rest" if not asked else "surplus" if little else "stale"
             self._record.evict_group(group, reason)
             self._mix.on_drop(group.env, group.rollouts, now=now)
             self._facts.dropped(group.env, reason, group.rollouts)

@@ -107,6 +107,12 @@ class Evaluations:
                 return EvalTask(task=task, size=plan.rollouts_per_example, context=evaluation)
         return None
 
+    @property
+    def waiting(self) -> list[str]:
+        """Envs of evaluations that have tasks left to hand out."""
+        active = () if self._stopped else self._active
+        return [one.plan.env for one in active if one.next_index < one.plan.num_examples]
+
     def ended(self, evaluation: Evaluation) -> None:
         """Every task of an evaluation has been tried."""
         self._active.remove(evaluation)

@@ -14,6 +14,7 @@ from tests.adapters.venvs import (
     ATROPOS,
     CHECKOUT,
     CLASSIC,
+    DATASET,
     INSPECT,
     OPENENV,
     REASONING_GYM,
@@ -39,6 +40,7 @@ class Driver:
             "UV_CACHE_DIR": str(venv.path / "uv-cache"),
             "HF_HUB_OFFLINE": "1",
             "VF_LOG_LEVEL": "ERROR",
+            "PYTHONHASHSEED": "0",  # as in every env server
         }
         self._log = (home / "log").open("w+")
         self._process = subprocess.Popen(
@@ -116,14 +118,27 @@ def driver(venv: Venv) -> Iterator[Driver]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Whatever asks for a library's virtualenv is a test of `make test-adapters`; the others need nothing foreign."""
     for item in items:
-        if {"reasoning_gym", "classic", "v1", "openenv", "atropos", "textarena", "inspect_ai"} & set(
-            getattr(item, "fixturenames", ())
-        ):
+        if {
+            "reasoning_gym",
+            "classic",
+            "v1",
+            "dataset",
+            "openenv",
+            "atropos",
+            "textarena",
+            "inspect_ai",
+        } & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.adapters)
 
 
 @pytest.fixture(scope="session")
 def reasoning_gym() -> Iterator[Driver]:
+    yield from driver(REASONING_GYM)
+
+
+@pytest.fixture(scope="session")
+def reasoning_gym_again() -> Iterator[Driver]:
+    """A second process."""
     yield from driver(REASONING_GYM)
 
 
@@ -135,6 +150,11 @@ def classic() -> Iterator[Driver]:
 @pytest.fixture(scope="session")
 def v1() -> Iterator[Driver]:
     yield from driver(V1)
+
+
+@pytest.fixture(scope="session")
+def dataset() -> Iterator[Driver]:
+    yield from driver(DATASET)
 
 
 @pytest.fixture(scope="session")

@@ -171,6 +171,7 @@ def readable(frames: list[bytes]) -> dict[str, Any]:
         "tokens": message.tokens.tolist(),
         "mask": message.mask.tolist(),
         "logprobs": message.logprobs.tolist(),
+        "digest": message.digest,
         "transcripts": msgspec.msgpack.decode(message.transcript),
     }
 

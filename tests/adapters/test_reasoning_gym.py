@@ -1,11 +1,16 @@
 """The reasoning-gym adapter against the real library."""
 
+import json
+import os
 import random
+import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.adapters.conftest import Driver
+from tests.adapters.venvs import CHECKOUT, REASONING_GYM
 
 COMPOSITE = [{"name": "chain_sum", "weight": 3.0}, {"name": "leg_counting", "config": {"max_animals": 3}}]
 
@@ -14,6 +19,47 @@ def question(answer: dict[str, Any]) -> str:
     """What the policy was asked in the only turn of the only rollout."""
     text: str = answer["transcripts"][0]["messages"][-2]["content"]
     return text
+
+
+def checked(*words: str, hash_seed: str = "0") -> Any:
+    """What `gym_checks` found inside the library's virtualenv."""
+    done = subprocess.run(
+        [REASONING_GYM.python, Path(__file__).with_name("gym_checks.py"), *words],
+        env={**os.environ, "PYTHONPATH": str(CHECKOUT), "PYTHONHASHSEED": hash_seed},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.timeout(300)
+def test_a_right_answer_of_every_dataset_is_worth_everything(reasoning_gym: Driver) -> None:
+    """The stored one; of the five that store none an example of theirs, or one that is worked out."""
+    scores = checked("answers")
+    assert len(scores) > 90
+    assert {name: score for name, score in scores.items() if score != 1.0} == {}
+
+
+def test_a_composite_has_the_tasks_of_the_librarys_own(reasoning_gym: Driver) -> None:
+    """The same parts at the same places, with the same seeds."""
+    ours, theirs = checked("composite")
+    assert ours == theirs
+
+
+def test_a_dataset_that_draws_from_the_global_generator_is_the_same_in_every_process(
+    reasoning_gym: Driver,
+) -> None:
+    """The library's own would differ."""
+    assert checked("questions", "list_functions") == checked("questions", "list_functions")
+
+
+def test_a_slow_part_of_a_composite_holds_up_no_other(reasoning_gym: Driver) -> None:
+    """While one generates for ever, tasks of the other are generated, answered and scored."""
+    played = checked("slow")
+    assert played["done"] == played["quick"] > 5
+    assert played["stuck"] > 5
 
 
 def test_the_librarys_own_score_is_the_reward_of_what_stands_in_the_answer_tags(
@@ -71,6 +117,30 @@ def test_a_task_is_a_pure_function_of_args_split_and_index(reasoning_gym: Driver
     assert [question(answer) for answer in one] == [by_index[run["index"]] for run in runs]
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "isomorphic_strings",
+        "polynomial_multiplication",
+        "ransom_note",
+        "list_functions",
+        "word_ladder",
+        "chain_sum",
+    ],
+)
+def test_a_task_is_the_same_in_two_server_processes(
+    name: str, reasoning_gym: Driver, reasoning_gym_again: Driver
+) -> None:
+    """Also of datasets that draw from hashes or from the global `random`, asked in another order."""
+    digests = []
+    for driver, order in ((reasoning_gym, range(12)), (reasoning_gym_again, range(11, -1, -1))):
+        runs = [{"index": index} for index in order]
+        answers = driver.play(f"reasoning_gym::{name}", runs)["answers"]
+        digests.append({run["index"]: answer["digest"] for run, answer in zip(runs, answers, strict=True)})
+    assert digests[0] == digests[1]
+    assert len(set(digests[0].values())) > 1
+
+
 def test_splits_and_seeds_draw_different_tasks(reasoning_gym: Driver) -> None:
     """Train, eval and another seed do not repeat each other."""
     args = {"min_digits": 6, "max_digits": 9}
@@ -123,6 +193,11 @@ def test_a_composite_mixes_its_parts_and_scores_with_each(reasoning_gym: Driver)
         ("composite", {}, "Must specify at least one dataset"),
         ("composite", {"datasets": [{"name": "chain_summ"}]}, 'did you mean "chain_sum"'),
         ("composite", {"datasets": [{"name": "chain_sum", "wieght": 1}]}, "wieght"),
+        ("composite", {"datasets": [{"name": "chain_sum"}, {"name": "chain_sum"}]}, "named twice"),
+        ("composite", {"datasets": [{"name": "chain_sum", "weight": 0}]}, "weight must be positive"),
+        ("composite", {"datasets": [{"name": "chain_sum", "config": {"seed": 1}}]}, "without seed and size"),
+        ("composite", {"datasets": [{"name": "chain_sum", "config": {"min_term": 1}}]}, '"min_terms"'),
+        ("composite", {"datasets": [{"name": "chain_sum"}], "min_terms": 3}, "are in its config"),
     ],
 )
 def test_a_mistake_is_one_line_that_names_the_remedy(

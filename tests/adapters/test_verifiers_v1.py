@@ -97,11 +97,16 @@ def test_a_tool_with_state_works_with_the_librarys_own_chat_program(v1: Driver) 
 
 
 def test_a_shipped_environment_plays_a_taskset_with_several_attempts(v1: Driver) -> None:
-    """`best-of-n` of the package, paired with a taskset: all attempts are handed in, their mean is the reward."""
+    """`best-of-n` of the package, paired with a taskset: all attempts are handed in, each with what it earned."""
     turns = [[{"content": "enots"}, {"content": "no"}]]
     answer = v1.rollout("verifiers::best-of-n+v1-tested", args={"n": 2}, turns=turns)
-    assert answer["rollouts"][0]["reward"] == 1.0
-    assert len(answer["rollouts"][0]["lengths"]) == 2
+    rollout = answer["rollouts"][0]
+    assert rollout["reward"] == 1.0
+    assert len(rollout["lengths"]) == 2
+    first, second = rollout["seats"]
+    assert second == f"{first}#2"
+    assert sorted(rollout["rewards"]) == [0.0, 2.0]
+    assert answer["transcripts"][0]["seats"] == dict(zip(rollout["seats"], rollout["rewards"], strict=True))
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import asyncio
 import json
 import logging
 import os
+import random
 import re
 import shutil
 import signal
@@ -22,6 +23,7 @@ import structlog
 import zmq
 
 from envs import Environment, Model, Rollout, Task, wire
+from envs.loader import LOADERS
 from orchestrator.cli.env import UsageError, parse_pairs, register
 from orchestrator.cli.env_serve import build_specs, shown_addresses, worker_addresses
 from tests.support.chat_endpoint import ChatEndpoint, chat_endpoint, completion, status
@@ -127,6 +129,14 @@ def test_list_shows_every_built_in_with_a_line_about_it(capsys: pytest.CaptureFi
     assert "module:Class" in shown
 
 
+def test_list_begins_with_the_families_and_how_each_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every loader has a line, also one whose library is missing here."""
+    assert run("list") == 0
+    families = capsys.readouterr().out.partition("\n\n")[0].splitlines()
+    assert [line.split("::")[0] for line in families if "::" in line] == [*LOADERS, "<domain>"]
+    assert any(line.startswith("dataset::<file>  ") for line in families)
+
+
 def test_try_without_a_server_uses_the_local_policy(capsys: pytest.CaptureFixture[str]) -> None:
     """An author needs nothing but the environment."""
     assert run("try", "reverse", "-n", "2", "--max-tokens", "6") == 0
@@ -183,6 +193,48 @@ def test_try_prints_nothing_that_a_terminal_would_obey(
     assert not set(shown) & {chr(code) for code in (*range(9), *range(11, 32), *range(127, 160))}
     assert "]0;owneda[2Jbcd" in shown
     assert "e\nf\n" in shown
+
+
+class Undecided(Wants):
+    """Its second task is another one in every process."""
+
+    def tasks(self, split: str) -> list[Task]:
+        return [{"text": "same"}, {"text": f"task of process {os.getpid()}"}, {"text": "same too"}]
+
+
+class Chance(Wants):
+    """Shuffles without a seed, and orders by hashes."""
+
+    def tasks(self, split: str) -> list[Task]:
+        words = list({f"word {number}" for number in range(30)})
+        random.shuffle(words)
+        return [{"text": word} for word in words]
+
+
+def test_a_check_finds_tasks_that_differ_between_two_processes(capsys: pytest.CaptureFixture[str]) -> None:
+    """It names them, shows one as both processes have it, and runs nothing."""
+    assert run("try", f"{HERE}:Undecided", "--check") == 1
+    printed = capsys.readouterr().out
+    assert "1 of the first 3 tasks of split train differ: 1" in printed
+    assert printed.count("task of process") == 2
+    assert "rollout 1" not in printed
+
+
+def test_a_check_of_what_is_drawn_by_chance_passes(
+    endpoint: ChatEndpoint, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Because generators are seeded as in servers; the rollouts follow."""
+    words = ["--check", "20", "-n", "1", "--model", "m", "--base-url", endpoint.base_url]
+    assert run("try", f"{HERE}:Chance", *words) == 0
+    printed = capsys.readouterr().out
+    assert "the first 20 tasks of split train are the same in two processes" in printed
+    assert "rollout 1" in printed
+
+
+def test_a_check_of_what_cannot_be_loaded_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """With the environment's own reason."""
+    assert run("try", f"{HERE}:NoSetup", "--check") == 2
+    assert capsys.readouterr().err == "error: OSError: no dataset\n"
 
 
 def test_try_takes_the_split_from_the_id(endpoint: ChatEndpoint) -> None:

@@ -221,6 +221,49 @@ def test_room_on_a_server_is_taken_when_a_start_is_decided() -> None:
     assert world.ledger.total_inflight == 12
 
 
+def waiting_for_a_server() -> TestedWorld:
+    """Env "a" has all that may be under way, and lost its server; env "b" could start but for the pace."""
+    never = Behaviour(latency=lambda rng: NEVER)
+    world = make_world(
+        {"a": never, "b": never},
+        train={"a": {"target": 0.99}, "b": {"target": 0.01}},
+        batch_size=8,
+        max_versions=0,
+    )
+    world.envs["b"].kill(0)
+    world.turn()
+    assert {group.env for group in world.open_groups()} == {"a"}
+    world.envs["b"].revive(0)
+    world.kill_server("a", 0, away_s=NEVER)
+    assert world.parts.pace.reserved > 0, "its groups wait to be asked again"
+    return world
+
+
+def test_groups_that_only_wait_for_a_server_make_room_for_an_env_that_can_start() -> None:
+    """Their tasks are asked again later."""
+    world = waiting_for_a_server()
+    waiting = {group.task.position for group in world.open_groups()}
+    world.turn()
+    assert {group.env for group in world.open_groups()} == {"b"}
+    assert world.ledger.inflight[Lane.TRAIN, "b"] > 0
+    assert world.parts.facts.envs["a"].dropped["no_room"] == 4 * len(waiting)
+    world.envs["a"].revive(0)
+    for group in world.open_groups():
+        world.parts.dispatcher.drop(group, "broken", again=False)
+    world.run._absorb(world.now)
+    world.turn()
+    assert {group.task.position for group in world.open_groups() if group.env == "a"} <= waiting
+
+
+def test_groups_that_wait_for_a_server_stay_while_nobody_else_could_start() -> None:
+    """Giving them up would gain nothing."""
+    world = waiting_for_a_server()
+    world.envs["b"].kill(0)
+    waiting = world.open_groups()
+    world.turn()
+    assert world.open_groups() == waiting
+
+
 def test_without_a_healthy_endpoint_nothing_starts() -> None:
     """And the reason is said."""
     world = quiet()

@@ -12,7 +12,18 @@ def paced(max_versions: int = 1, batch_size: int = 8, mode: Mode = "pace") -> tu
 
 
 def room(pace: Pace, queued: Mapping[str, int] | None = None, **minimums: int) -> Room:
-    return pace.room(queued=queued or {}, minimums=minimums)
+    """What may be started; what is queued is of the first version."""
+    work = {(env, 0): size for env, size in (queued or {}).items()}
+    return pace.room(
+        work, minimums, lambda batches: {env: batches * least for env, least in minimums.items()}
+    )
+
+
+def held_back_by(
+    pace: Pace, queued: Mapping[tuple[str, int], int], available: set[str]
+) -> tuple[str, int] | None:
+    plan = pace.plan_next(queued, available, {})
+    return plan.held_by if plan is not None else None
 
 
 def test_work_for_the_next_batches_only_is_admitted() -> None:
@@ -78,10 +89,10 @@ def test_a_batch_waits_for_older_work_that_it_would_leave_behind() -> None:
     versions.publish(1)
     versions.serving = 1
     versions.formed = versions.trained = 1
-    assert pace.held_back_by({("a", 1): 8}, {"a"}, {}) == ("a", 0)
-    assert pace.held_back_by({("a", 1): 8}, set(), {}) is None, "an env without a server is not waited for"
+    assert held_back_by(pace, {("a", 1): 8}, {"a"}) == ("a", 0)
+    assert held_back_by(pace, {("a", 1): 8}, set()) is None, "an env without a server is not waited for"
     pace.closed("a", 0, 16)
-    assert pace.held_back_by({("a", 1): 8}, {"a"}, {}) is None
+    assert held_back_by(pace, {("a", 1): 8}, {"a"}) is None
 
 
 def test_drop_admits_freely_and_never_waits() -> None:
@@ -89,7 +100,7 @@ def test_drop_admits_freely_and_never_waits() -> None:
     _, pace = paced(max_versions=0, mode="drop")
     pace.opened("a", 0, 800)
     assert room(pace, {"a": 800}).admits("a", 4)
-    assert pace.held_back_by({("a", 0): 8}, {"a"}, {}) is None
+    assert held_back_by(pace, {("a", 0): 8}, {"a"}) is None
 
 
 def test_a_trainer_that_publishes_rarely_does_not_block() -> None:

@@ -283,6 +283,19 @@ async def test_a_server_of_another_protocol_is_refused_with_both_named(answer: b
         assert pair.link.state is LinkState.CLOSED
 
 
+@pytest.mark.parametrize("answer", [wire.Refused(7, "go away"), wire.Welcome(7, "e", 1, "here")])
+async def test_a_ready_server_that_refuses_is_lost(answer: wire.Refused | wire.Welcome) -> None:
+    """Its requests are asked again elsewhere: they did nothing wrong."""
+    async with connected() as pair:
+        pair.submit(request(0))
+        await pair.server.hears(wire.Request)
+        pair.server.say_frames([wire.encode(answer)])
+        (end,) = await pair.ends.count(1)
+        assert isinstance(end, wire.Failure)
+        assert (end.kind, end.retryable, end.lost) == ("server_lost", True, True)
+        assert "refused us" in await pair.listener.hears("lost")
+
+
 async def test_a_closed_connection_fails_everything_at_once() -> None:
     """Requests do not wait for silence to be noticed."""
     async with connected() as pair:

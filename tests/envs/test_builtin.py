@@ -15,6 +15,8 @@ from envs.builtin import BUILTIN
 from envs.builtin._latency import Latency
 from envs.builtin._scoring import overlap
 from envs.builtin.agree import Agree
+from envs.builtin.calculator import Calculator, calculate
+from envs.builtin.duel import Duel
 from envs.builtin.larger import Larger
 from envs.builtin.lookup import Lookup
 from envs.builtin.reverse import Reverse
@@ -26,6 +28,8 @@ INSTANT: dict[str, Environment] = {
     "larger": Larger(latency_s=0),
     "agree": Agree(latency_s=0),
     "lookup": Lookup(latency_s=0),
+    "duel": Duel(),
+    "calculator": Calculator(),
 }
 
 
@@ -134,6 +138,15 @@ async def test_larger_rewards_the_larger_digit() -> None:
         assert (await attempt(INSTANT["larger"], {"pair": pair}, "3")).reward == 0.0
 
 
+async def test_what_one_seat_of_a_duel_wins_the_other_loses() -> None:
+    """Nothing where both are right, or both wrong."""
+    rollout = await attempt(INSTANT["duel"], {"letters": "ab"}, "a", "x")
+    assert {one.seat: one.reward for one in rollout.sequences} == {"white": 1.0, "black": -1.0}
+    rollout = await attempt(INSTANT["duel"], {"letters": "ab"}, "a", "b")
+    assert {one.seat: one.reward for one in rollout.sequences} == {"white": 0.0, "black": 0.0}
+    assert (rollout.reward, rollout.metrics) == (0.0, {"white": 1.0, "black": 1.0})
+
+
 async def test_agree_rewards_those_who_answer_like_the_group() -> None:
     """A reward is the share of the group with the same valid answer; agreeing on something not offered earns nothing."""
     task = {"offer": "abc"}
@@ -163,6 +176,21 @@ async def test_lookup_rewards_the_call_and_the_answer(call: str, answer: str, re
     """Half is earned by asking for the right key, half by the right value."""
     task = {"key": "c", "table": {"c": "7"}, "seed": "0"}
     assert (await attempt(INSTANT["lookup"], task, call, answer)).reward == pytest.approx(reward)
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"), [("2 * (3 + 4)", 14), ("-1.5 - 2", -3.5), (" 7/2 ", 3.5), ("0", 0)]
+)
+def test_the_calculator_works_out_expressions(expression: str, value: float) -> None:
+    """Numbers, the four operations and brackets."""
+    assert calculate(expression) == value
+
+
+@pytest.mark.parametrize("expression", ["2 ** 9", "open('x')", "a", "'7'", "True", "1 if 2 else 3"])
+def test_the_calculator_takes_nothing_but_numbers(expression: str) -> None:
+    """What the policy writes is never run."""
+    with pytest.raises(ValueError, match="only numbers"):
+        calculate(expression)
 
 
 def test_latencies_spread_around_their_median_and_repeat() -> None:

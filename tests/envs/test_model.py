@@ -11,7 +11,7 @@ import pytest
 from envs import FailureKind, Model, ModelSettings, RolloutFailure
 from envs.completion import decode_completion, read_turn
 from envs.inference_client import InferenceClient, RetryPolicy
-from tests.support.chat_endpoint import ChatEndpoint, chat_endpoint, completion
+from tests.support.chat_endpoint import ChatEndpoint, chat_endpoint, completion, status, text_completion
 
 USER = {"role": "user", "content": "hi"}
 
@@ -88,6 +88,130 @@ async def test_a_rollout_holds_the_tokens_the_engine_returned(
     assert (rollout.stop_reason, rollout.truncated) == ("stop", False)
     assert 0 <= rollout.timings["inference"] <= rollout.timings["total"]
     assert (reply.text, reply.finish_reason, reply.usage.completion_tokens) == ("abc", "stop", 3)
+
+
+async def test_a_raw_text_is_gone_on_with_and_recorded(
+    endpoint: ChatEndpoint, client: InferenceClient
+) -> None:
+    """Without a template and a system prompt; what comes of it is trained on as a chat is."""
+    endpoint.script(text_completion("def", prompt=[5, 6], sampled=[7, 8]))
+    sampling = {"temperature": 0.5, "max_completion_tokens": 9}
+    model = model_of(endpoint, client, sampling=sampling, system_prompt="Be brief.")
+    reply = await model.complete("abc", stop=["."])
+    assert endpoint.requests == [
+        {
+            "model": "m",
+            "temperature": 0.5,
+            "max_tokens": 9,
+            "logprobs": 1,
+            "return_token_ids": True,
+            "prompt": "abc",
+            "stop": ["."],
+        }
+    ]
+    assert (reply.text, reply.truncated) == ("def", True)
+    rollout = model.rollout(reward=1.0)
+    rollout.check()
+    (sequence,) = rollout.sequences
+    assert sequence.tokens.tolist() == [5, 6, 7, 8]
+    assert sequence.logprobs.tolist() == [0, 0, -0.5, -0.5]
+    assert (sequence.temperature, sequence.stop_reason, sequence.truncated) == (0.5, "length", True)
+    assert [message["content"] for message in rollout.messages] == ["abc", "def"]
+
+
+async def test_token_ids_can_be_gone_on_with(endpoint: ChatEndpoint, client: InferenceClient) -> None:
+    """Turn by turn, what was sampled before included; an engine need not say them back."""
+    answers = [text_completion(sampled=[3, 4]), text_completion(sampled=[6])]
+    for answer in answers:
+        del answer["choices"][0]["prompt_token_ids"]
+    endpoint.script(*answers)
+    model = model_of(endpoint, client)
+    await model.complete([1, 2])
+    await model.complete(tuple(np.array([1, 2, 3, 4, 5])))
+    assert [request["prompt"] for request in endpoint.requests] == [[1, 2], [1, 2, 3, 4, 5]]
+    (sequence,) = model.rollout(reward=1.0).sequences
+    assert sequence.tokens.tolist() == [1, 2, 3, 4, 5, 6]
+    assert sequence.mask.tolist() == [0, 0, 1, 1, 0, 1]
+
+
+async def test_a_completion_fails_as_a_chat_does(endpoint: ChatEndpoint, client: InferenceClient) -> None:
+    """Retried where that may help, with the same kinds."""
+    endpoint.script(status(503), text_completion())
+    assert (await model_of(endpoint, client).complete("abc")).text == "ok"
+    endpoint.script({"choices": []})
+    with pytest.raises(RolloutFailure) as failed:
+        await model_of(endpoint, client).complete("abc")
+    assert failed.value.kind == FailureKind.BAD_RESPONSE
+    endpoint.script(status(400, {"error": {"message": "maximum context length is 9"}}))
+    with pytest.raises(RolloutFailure) as failed:
+        await model_of(endpoint, client).complete("abc")
+    assert failed.value.kind == FailureKind.CONTEXT_LENGTH
+
+
+async def test_seats_have_sequences_and_rewards_of_their_own(
+    endpoint: ChatEndpoint, client: InferenceClient
+) -> None:
+    """A seat without a reward of its own has the rollout's; the same name is the same seat."""
+    model = model_of(endpoint, client)
+    assert model.seat("white") is model.seat("white")
+    await model.chat([USER])
+    await model.seat("white").chat([USER], temperature=0.25)
+    await model.seat("black").chat([USER])
+    rollout = model.rollout(0.5, rewards={"white": 1.0})
+    rollout.check()
+    assert [(one.seat, one.reward, one.temperature) for one in rollout.sequences] == [
+        ("", None, None),
+        ("white", 1.0, 0.25),
+        ("black", None, None),
+    ]
+    assert model.rollout(rewards={"white": 1.0, "black": 0.0}).reward == 0.5
+    with pytest.raises(ValueError, match="no seat 'green' was played"):
+        model.rollout(rewards={"green": 1.0})
+    with pytest.raises(TypeError, match="needs a reward"):
+        model.rollout()
+    with pytest.raises(ValueError, match="a seat needs a name"):
+        model.seat("")
+
+
+async def test_turns_of_several_temperatures_have_none_in_common(
+    endpoint: ChatEndpoint, client: InferenceClient
+) -> None:
+    """A trainer must not take one for the other."""
+    endpoint.script(completion(prompt=[1], sampled=[2]), completion(prompt=[1, 2, 3], sampled=[4]))
+    model = model_of(endpoint, client, sampling={"temperature": 1.0})
+    await model.chat([USER])
+    await model.chat([USER], temperature=0.5)
+    (sequence,) = model.rollout(1.0).sequences
+    assert sequence.temperature is None
+
+
+async def test_what_is_asked_unrecorded_is_neither_trained_on_nor_in_the_transcript(
+    endpoint: ChatEndpoint, client: InferenceClient
+) -> None:
+    """The same model, sampling and system prompt; no token ids are asked for."""
+    model = model_of(endpoint, client, sampling={"temperature": 0.5}, system_prompt="Be brief.")
+    await model.chat([USER])
+    verdict = await model.unrecorded().chat([{"role": "user", "content": "judge this"}])
+    assert verdict.turn is None
+    asked = endpoint.requests[1]
+    assert (asked["temperature"], "logprobs" in asked, len(asked["messages"])) == (0.5, False, 2)
+    rollout = model.rollout(1.0)
+    assert len(rollout.sequences) == 1
+    assert "judge this" not in str(rollout.messages)
+
+
+async def test_a_reply_can_be_cut_short_or_left_out(endpoint: ChatEndpoint, client: InferenceClient) -> None:
+    """For adapters of libraries that decide afterwards what belongs to a rollout."""
+    endpoint.script(
+        completion(prompt=[1], sampled=[2, 3, 4]), completion(prompt=[1, 2, 3, 4, 5], sampled=[6])
+    )
+    model = model_of(endpoint, client)
+    first, second = await model.chat([USER]), await model.chat([USER])
+    model.trim(second)
+    model.trim(first, 2)
+    (sequence,) = model.rollout(1.0).sequences
+    assert sequence.tokens.tolist() == [1, 2, 3]
+    assert sequence.truncated
 
 
 async def test_a_conversation_is_one_sequence_and_one_transcript(
@@ -459,3 +583,12 @@ def test_token_ids_keep_their_values() -> None:
     turn = read_turn(decode_completion(body, endpoint="e"), endpoint="e")
     assert turn.prompt.tolist() == [0, 2**31 - 1]
     assert turn.prompt.dtype == np.int32
+
+
+def test_extra_body_is_unpacked_into_the_request() -> None:
+    """As the clients of the chat API do it; what it sets is a sampling parameter like any other."""
+    settings = ModelSettings(model="m", sampling={"top_p": 0.9, "extra_body": {"mirostat": 2}}, train=False)
+    assert settings.request == {"model": "m", "top_p": 0.9, "mirostat": 2}
+    assert settings.sampling == {"top_p": 0.9, "mirostat": 2}
+    with pytest.raises(ValueError, match="must not set stream"):
+        ModelSettings(model="m", sampling={"extra_body": {"stream": True}})

@@ -138,3 +138,76 @@ def test_a_group_is_split_without_copying() -> None:
     assert np.concatenate([first.tokens, rest.tokens]).tolist() == whole.tokens.tolist()
     assert rest.rewards.tolist() == [3.0]
     assert first.tokens.base is not None
+
+
+def game(white: float, black: float, *, version: int = 0) -> Result:
+    """A rollout of two seats: white has two sequences of a token each, black one."""
+    header = RolloutHeader(
+        (white + black) / 2,
+        [1, 1, 1],
+        metrics={"moves": 3.0},
+        seats=["white", "black", "white"],
+        rewards=[white, black, white],
+        temperatures=[0.7, None, 0.7],
+        stop_reasons=["stop", "resigned", "stop"],
+        truncations=[False, False, True],
+    )
+    return Result(
+        id=0,
+        rollouts=[header],
+        tokens=np.arange(3, dtype=np.int32) + version,
+        mask=np.ones(3, dtype=np.uint8),
+        logprobs=np.zeros(3, dtype=np.float32),
+        transcript=b"\x90",
+        digest=7,
+    )
+
+
+def test_a_seat_is_compared_with_itself_and_with_nothing_else() -> None:
+    """The advantage function is called once per seat, with the reward that each rollout earned there."""
+    group = pending(game(1.0, -1.0), game(0.0, 0.0), game(1.0, -1.0))
+    called: list[list[float]] = []
+
+    def advantage(rewards: np.ndarray) -> np.ndarray:
+        called.append(rewards.tolist())
+        return np.asarray(rewards - rewards.mean())
+
+    made = build_group(group, seats_of(group), advantage, version_end=5)
+    assert called == [[1.0, 0.0, 1.0], [-1.0, 0.0, -1.0]]
+    assert made.rewards.tolist() == [1.0, -1.0, 1.0, 0.0, 0.0, 0.0, 1.0, -1.0, 1.0]
+    third = 1 / 3
+    expected = [third, -third, third, -2 * third, 2 * third, -2 * third, third, -third, third]
+    assert made.advantages.tolist() == pytest.approx(expected)
+    assert any(has_variance(seat.rewards) for seat in seats_of(group))
+    assert not has_variance(np.array([result.rollouts[0].reward for result in group.results]))
+
+
+def test_a_seat_that_not_every_rollout_played_is_compared_among_those_that_did() -> None:
+    """Nobody is given a reward for a part that it did not have."""
+    group = pending(game(1.0, -1.0), make_data([0.5]), game(0.0, 2.0))
+    seats = seats_of(group)
+    assert [seat.rewards.tolist() for seat in seats] == [[1.0, 0.0], [-1.0, 2.0], [0.5]]
+    made = build_group(group, seats, build_advantage("none"), version_end=5)
+    assert made.advantages.tolist() == [1.0, -1.0, 1.0, 0.5, 0.0, 2.0, 0.0]
+
+
+def test_each_sequence_has_the_facts_of_its_own_rollout() -> None:
+    """Versions, rollout, seat, temperature and end; the group keeps the widest span."""
+    group = pending(game(1.0, -1.0), make_data([0.5]))
+    group.spans = [(2, 3), (4, 6)]
+    made = build_group(group, seats_of(group), build_advantage("none"), version_end=6)
+    details = made.decode_details()
+    rows = made.facts
+    assert rows["version"].tolist() == [2, 2, 2, 4]
+    assert rows["version_end"].tolist() == [3, 3, 3, 6]
+    assert rows["rollout"].tolist() == [0, 0, 0, 1]
+    assert [details.names[place] for place in rows["seat"]] == ["white", "black", "white", ""]
+    assert [details.names[place] for place in rows["stop_reason"]] == ["stop", "resigned", "stop", "stop"]
+    assert rows["temperature"].tolist()[:1] == [pytest.approx(0.7)]
+    assert np.isnan(rows["temperature"][[1, 3]]).all()
+    assert rows["truncated"].tolist() == [0, 0, 1, 0]
+    assert details.metrics == [{"moves": 3.0}, {}]
+    assert (made.version, made.version_end, made.digest) == (2, 6, 7)
+    first, rest = made.split(2)
+    assert first.facts["rollout"].tolist() == [0, 0]
+    assert rest.facts["rollout"].tolist() == [0, 1]

@@ -146,6 +146,22 @@ def _leave(server: HostileServer) -> Answers:
     return []
 
 
+def _refuse(server: HostileServer, *, protocol: int = wire.PROTOCOL) -> Answers:
+    """From now on nobody is let in, not even who comes back."""
+    refusal = [wire.encode(wire.Refused(protocol, "go away"))]
+    server.greeting = lambda hello: [refusal]
+    return [refusal]
+
+
+def _become_another(server: HostileServer) -> Answers:
+    """Whoever comes back finds another environment."""
+    server.greeting = lambda hello: [
+        [wire.encode(wire.Welcome(wire.PROTOCOL, "other:Env", 1, "here"))],
+        [server.ready(msgspec.structs.replace(hello, env="other:Env"))],
+    ]
+    return [[wire.encode(wire.Expired())]]
+
+
 def _unknown_ids(server: HostileServer, request: wire.Request) -> Answers:
     strangers = [msgspec.structs.replace(request, id=request.id + 10_000 + n) for n in range(100)]
     return [*map(well, strangers), well(request)]
@@ -217,6 +233,10 @@ BEHAVIOURS: dict[str, Callable[[HostileServer, wire.Request], Answers]] = {
     "answers_the_cancelled": lambda server, request: _hold(server, request),
     "ready_again_and_again": lambda _, request: [well(request)],
     "leaves_for_good": lambda server, _: _leave(server),
+    "refuses_after_a_while": lambda server, _: _refuse(server),
+    "another_protocol_after_a_while": lambda server, _: _refuse(server, protocol=99),
+    "welcomes_in_another_protocol": lambda _, __: [[wire.encode(wire.Welcome(99, "e", 1, "here"))]],
+    "another_env_after_a_while": lambda server, _: _become_another(server),
     "slow": lambda _, request: _slowly(request),
     "never_ready": lambda _, request: [well(request)],
 }

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -48,6 +49,25 @@ class Narrow(Quick):
     @property
     def capacity(self) -> int | None:
         return 3
+
+
+class Chance(Quick):
+    """Its tasks come in an order that nobody seeded; a rollout says which it was."""
+
+    def tasks(self, split: str) -> Tasks:
+        numbers = list(range(100))
+        random.shuffle(numbers)
+        return [{"number": number, "hash": hash(f"{number}")} for number in numbers]
+
+    async def rollout(self, task: Task, model: Model) -> Rollout:
+        return fixed_rollout(task["number"], messages=[{"role": "user", "content": str(task["number"])}])
+
+
+class Undecided(Chance):
+    """Its tasks are others in every process, whatever is seeded."""
+
+    def tasks(self, split: str) -> Tasks:
+        return [{"number": number, "process": os.getpid()} for number in range(100)]
 
 
 class Unbounded(Quick):

@@ -98,6 +98,37 @@ async def test_a_group_runs_side_by_side_and_is_scored_as_a_whole(tmp_path: Path
             assert failure(await env.run_group(request(index, count=4))).kind == "invalid_rollout"
 
 
+async def test_an_index_is_one_task_on_two_servers_and_after_a_restart(tmp_path: Path) -> None:
+    """Though the environment shuffles unseeded, and shows hashes."""
+    async with supervised(Env(spec(tmp_path, "Chance", workers=2, capacity=4))) as env:
+        ended = []
+        for restarts in (0, 1):
+            await until(lambda restarts=restarts: env.restarts == restarts and env.ready_servers == 2)  # type: ignore[misc]
+            asked = Asked(env)
+            asked.submit(*[request(5) for _ in range(8)])
+            ended += [result(answer) for answer in await asked.wait()]
+            if not restarts:
+                os.kill(server_pids(env)["chance-0"], signal.SIGKILL)
+        assert env.samples.keys() == {0, 1}
+    assert len(ended) == 16
+    assert len({one.digest for one in ended}) == 1
+    assert len({one.rollouts[0].reward for one in ended}) == 1
+
+
+async def test_servers_whose_tasks_differ_are_told_of_and_their_results_have_different_digests(
+    tmp_path: Path,
+) -> None:
+    """Before the first rollout, with the index; what they answer can be told apart."""
+    with structlog.testing.capture_logs() as logs:
+        async with Env(spec(tmp_path, "Undecided", workers=2, capacity=1)) as env:
+            asked = Asked(env)
+            asked.submit(request(5), request(5))
+            ended = [result(answer) for answer in await asked.wait()]
+    (said,) = [entry for entry in logs if entry["event"] == "env.tasks_differ"]
+    assert (said["index"], sorted(said["servers"])) == (0, ["undecided-0", "undecided-1"])
+    assert ended[0].digest != ended[1].digest
+
+
 async def test_unbounded_tasks_are_declared_as_such(tmp_path: Path) -> None:
     """An environment that makes its tasks up has no number of them."""
     async with EvalEnv(spec(tmp_path, "Unbounded"), eval_settings(num_examples=5)) as env:
@@ -384,7 +415,7 @@ async def test_a_server_gets_every_variable_but_the_secrets_of_the_service(
     assert "secret" not in variables.values()
 
 
-@pytest.mark.parametrize("chosen", [None, "7"])
+@pytest.mark.parametrize("chosen", [None, "7", "random"])
 async def test_hashes_are_the_same_in_every_server_process(
     chosen: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -397,7 +428,7 @@ async def test_hashes_are_the_same_in_every_server_process(
         asked.submit(request(0), request(1))
         ended = [result(answer) for answer in await asked.wait()]
     said = [msgspec.msgpack.decode(one.transcript)[0]["messages"][0] for one in ended]
-    assert [one["content"]["PYTHONHASHSEED"] for one in said] == [chosen or "0"] * 2
+    assert [one["content"]["PYTHONHASHSEED"] for one in said] == ["7" if chosen == "7" else "0"] * 2
     assert said[0]["hash"] == said[1]["hash"]
 
 
@@ -747,4 +778,4 @@ async def test_connecting_without_a_server_or_an_address_is_an_error() -> None:
 
 def test_the_protocol_is_the_documented_one() -> None:
     """A change of the wire's meaning needs a new number, here as in the documentation."""
-    assert wire.PROTOCOL == 1
+    assert wire.PROTOCOL == 2

@@ -44,26 +44,157 @@ def test_any_of_many_runs_finishes_with_exact_batches(scenario: Scenario) -> Non
     check(scenario, play(scenario))
 
 
+calm: dict[str, Any] = {"mode": "pace", "on_stuck": "split", "kills": (), "server_deaths": ()}
+"""No process dies; rollouts fail, trainers are slow, and inference servers go away all the same."""
+
+
+def throws_nothing_away(scenario: Scenario) -> None:
+    """Nothing that is finished becomes too old, but for the ends of groups that no later batch may use."""
+    played = play(scenario)
+    assert played.finished, played.why
+    assert thrown_away(played) == []
+
+
+@pytest.mark.timeout(300)
+@settings(max_examples=20, derandomize=True, **search)
+@given(scenario=scenarios(**calm))
+def test_pace_throws_nothing_away(scenario: Scenario) -> None:
+    """What is finished is trained on: by minimums, by quotas and by tokens."""
+    throws_nothing_away(scenario)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_pace_throws_next_to_nothing_away() -> None:
-    """What is finished is trained on, but for one group in five hundred where minimums are tight.
+@settings(max_examples=EXAMPLES, derandomize=True, **search)
+@given(scenario=scenarios(**calm, quotas=False))
+def test_pace_throws_nothing_away_in_many_runs(scenario: Scenario) -> None:
+    """The same, searched for longer."""
+    note(repr(scenario))
+    throws_nothing_away(scenario)
 
-    What the last group of a batch brings beyond it is not counted, and quotas, which ask for exact numbers of each env,
-    may leave a group over.
-    """
-    finished, lost = [0], [0]
 
-    @settings(max_examples=EXAMPLES // 3, **search)
-    @given(scenario=scenarios(mode="pace", on_stuck="split", quotas=False, kills=(), server_deaths=()))
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("on_starved", ["redistribute", "wait"])
+def test_pace_throws_nothing_away_by_quota(on_starved: str) -> None:
+    """Quotas give way by a part of a group where a group would otherwise become too old."""
+
+    @settings(max_examples=EXAMPLES // 2, derandomize=True, **search)
+    @given(
+        scenario=scenarios(**calm, quotas=True, unit="sequences", on_starved=on_starved).filter(
+            lambda scenario: scenario.batch_size <= 64
+        )
+    )
     def look(scenario: Scenario) -> None:
-        played = play(scenario)
-        assert played.finished, played.why
-        finished[0] += len(played.world.journal.groups)
-        lost[0] += len(thrown_away(played))
+        note(repr(scenario))
+        throws_nothing_away(scenario)
 
     look()
-    assert lost[0] <= 0.002 * finished[0], f"{lost[0]} of {finished[0]} finished groups were thrown away"
+
+
+THROWN_AWAY = {
+    "a minimum of one that only whole groups of six can keep": Scenario(
+        envs=(
+            Env(group_size=6, minimum=0.1, latency=0.05, spread=0.0),
+            Env(group_size=5, minimum=0.2),
+            Env(group_size=3),
+        ),
+        batch_size=8,
+        capacity=8,
+        train_s=0.1,
+    ),
+    "quotas that wait, with rollouts of one to four sequences": Scenario(
+        envs=(
+            Env(group_size=8, latency=8.0, spread=0.0, sequences=(1, 2, 3, 4)),
+            Env(group_size=4, latency=8.0, spread=0.0, group_scored=True),
+        ),
+        batch_size=64,
+        quotas=True,
+        on_starved="wait",
+        max_versions=3,
+        max_inflight=16,
+        capacity=8,
+        train_s=20.0,
+        load_s=2.0,
+    ),
+    "quotas beside an env that often fails": Scenario(
+        envs=(
+            Env(group_size=2, ratio=0.2, spread=0.0, loss=0.05, group_scored=True, rollouts_per_minute=600.0),
+            Env(
+                group_size=1,
+                ratio=0.2,
+                spread=1.0,
+                loss=0.2,
+                sequences=(1, 2, 3),
+                max_inflight=4,
+                rollouts_per_minute=600.0,
+            ),
+            Env(group_size=2, ratio=0.2, spread=0.0, max_inflight=4, rollouts_per_minute=600.0),
+        ),
+        batch_size=16,
+        quotas=True,
+        max_versions=1,
+        max_inflight=16,
+        train_s=0.0,
+        seed=544,
+    ),
+    "quotas that wait for an env that is at its cap": Scenario(
+        envs=(
+            Env(
+                group_size=1,
+                ratio=3.0,
+                loss=0.8,
+                group_scored=True,
+                max_inflight=4,
+                rollouts_per_minute=600.0,
+            ),
+            Env(group_size=3, ratio=0.2, spread=0.0, loss=0.2, sequences=(1, 2, 3, 4), max_inflight=16),
+        ),
+        batch_size=16,
+        quotas=True,
+        on_starved="wait",
+        max_buffered=1.5,
+        max_versions=0,
+        servers=2,
+        capacity=8,
+        train_s=0.0,
+        load_s=10.0,
+        seed=26,
+    ),
+    "quotas whose whole groups are more than a batch": Scenario(
+        envs=(
+            Env(group_size=7, loss=0.05, max_inflight=4, rollouts_per_minute=600.0),
+            Env(
+                group_size=1,
+                ratio=3.0,
+                latency=0.05,
+                spread=0.0,
+                loss=0.05,
+                sequences=(2,),
+                group_scored=True,
+                max_inflight=4,
+                rollouts_per_minute=600.0,
+            ),
+            Env(group_size=4, ratio=3.0, latency=8.0, group_scored=True, rollouts_per_minute=60.0),
+        ),
+        batch_size=24,
+        quotas=True,
+        on_starved="wait",
+        max_buffered=1.0,
+        max_versions=0,
+        max_inflight=16,
+        servers=3,
+        capacity=32,
+        train_s=20.0,
+        seed=360,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", THROWN_AWAY)
+def test_a_named_scenario_throws_nothing_away(name: str) -> None:
+    """Each of them gave up finished groups in some design."""
+    throws_nothing_away(THROWN_AWAY[name])
 
 
 def finishes(scenario: Scenario) -> None:

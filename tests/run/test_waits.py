@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from orchestrator.dispatch.ledger import Lane
 from orchestrator.dispatch.waits import Wait, WaitKind
 from orchestrator.run.status import build_status, diagnose
 from orchestrator.simulate.world import Behaviour
@@ -70,6 +71,25 @@ def test_a_cap_is_said_with_the_name_of_its_env() -> None:
     )
     world.turn()
     assert said(world, WaitKind.CAP).text == 'its cap of 4 in flight (env "b")'
+
+
+def test_rollouts_under_which_a_server_died_are_named() -> None:
+    """They are asked again a few at a time, though there is room for all of them."""
+    world = started(max_inflight=64, max_versions=0)
+    world.kill_server("a", 0, away_s=0.0)
+    world.play(until=lambda: world.ledger.total_inflight > 0)
+    assert "on a server when it died" in said(world, WaitKind.SUSPECTS).text
+
+
+def test_evaluations_that_have_their_half_of_the_slots_are_named() -> None:
+    """Training has the other half."""
+    plan = EvalPlan(env="e", split="eval", num_examples=30, rollouts_per_example=1, interval=1)
+    behaviours = {"a": Behaviour(latency=lambda rng: NEVER), "e": Behaviour(latency=lambda rng: NEVER)}
+    world = make_world(behaviours, batch_size=8, max_inflight=64, max_versions=0, evals=[plan])
+    world.pool._max_inflight = 20
+    world.turn()
+    assert world.ledger.inflight[Lane.EVAL, "e"] == 10
+    assert 'have half of them while training goes on (env "e")' in said(world, WaitKind.EVALUATION_SLOT).text
 
 
 def test_a_rate_says_until_when() -> None:

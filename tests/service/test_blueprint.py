@@ -175,6 +175,7 @@ def test_keys_are_read_from_files_and_their_absence_is_named(tmp_path: Path) -> 
 def connected(monkeypatch: pytest.MonkeyPatch) -> None:
     """Environments count as connected, with 100 tasks each."""
     monkeypatch.setattr(Env, "num_tasks", 100)
+    monkeypatch.setattr(Env, "samples", {0: 5})
 
 
 def settings_of(made: Config) -> RunSettings:
@@ -197,7 +198,7 @@ def test_slack_is_what_whole_groups_may_leave_of_a_batch(
         train={"env": envs}, batch={"size": batch, "on_stuck": on_stuck}, staleness={"max_versions": 0}
     )
     world = World(settings_of(made), {"e0": Behaviour(), "e1": Behaviour()})
-    room = world.run.parts.pace.room(queued={}, minimums={})
+    room = world.run.parts.pace.room({}, {}, lambda batches: {})
     left = slack if on_stuck == "wait" else 0
     assert [n for n in range(1, batch + 1) if room.admits("e0", n)] == list(range(1, batch - left + 1))
 
@@ -231,5 +232,5 @@ def test_the_identity_of_a_run_is_what_decides_its_tasks() -> None:
     )
     identity = blueprint.build_identity(made, blueprint.build_train_envs(made))
     assert identity.seed == 7
-    assert identity.envs["a"] == EnvIdentity("reverse", "hard", 100, digest_of({"length": 3}))
+    assert identity.envs["a"] == EnvIdentity("reverse", "hard", 100, digest_of({"length": 3}), {"0": 5})
     assert identity.envs["b"].id == "reverse, agree"

@@ -62,6 +62,37 @@ def completion(
     }
 
 
+def text_completion(
+    text: str = "ok", *, prompt: list[int] | None = None, sampled: list[int] | None = None
+) -> dict[str, Any]:
+    """A text completion as vLLM returns it."""
+    sampled = [10, 11] if sampled is None else sampled
+    return {
+        "id": "cmpl-1",
+        "object": "text_completion",
+        "created": 1,
+        "model": "m",
+        "choices": [
+            {
+                "index": 0,
+                "text": text,
+                "logprobs": {
+                    "text_offset": [0] * len(sampled),
+                    "token_logprobs": [-0.5] * len(sampled),
+                    "tokens": ["x"] * len(sampled),
+                    "top_logprobs": [{"x": -0.5}] * len(sampled),
+                },
+                "finish_reason": "length",
+                "stop_reason": None,
+                "token_ids": sampled,
+                "prompt_logprobs": None,
+                "prompt_token_ids": [1, 2, 3] if prompt is None else prompt,
+            }
+        ],
+        "usage": {"prompt_tokens": 3, "total_tokens": 3 + len(sampled), "completion_tokens": len(sampled)},
+    }
+
+
 class ChatEndpoint:
     """Answers with what was scripted, in order, the last one again and again; remembers what was asked."""
 
@@ -128,6 +159,7 @@ async def chat_endpoint() -> AsyncIterator[ChatEndpoint]:
     endpoint.script(completion())
     app = web.Application()
     app.router.add_post("/v1/chat/completions", endpoint.handle)
+    app.router.add_post("/v1/completions", endpoint.handle)
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)

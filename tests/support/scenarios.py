@@ -52,6 +52,8 @@ class Scenario:
     train_s: float = 1.0
     load_s: float = 0.0
     publish_every: int = 1
+    min_valid: int | None = None
+    strategy: str = "flow"
     kills: tuple[float, ...] = ()
     server_deaths: tuple[float, ...] = ()
     endpoint_losses: tuple[float, ...] = ()
@@ -87,11 +89,13 @@ class Scenario:
                 )
                 for number, env in enumerate(self.envs)
             ],
-            rules=Rules(backoff_s=0.5, max_backoff_s=30.0, min_valid=None, extra_rollouts=0, ramp_s=0.0),
+            rules=Rules(
+                backoff_s=0.5, max_backoff_s=30.0, min_valid=self.min_valid, extra_rollouts=0, ramp_s=0.0
+            ),
             advantage=mean,
             keep_equal_rewards=True,
             max_barren_batches=1000,
-            strategy="flow",
+            strategy=self.strategy,
         )
 
     def world(self) -> World:

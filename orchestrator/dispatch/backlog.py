@@ -1,0 +1,187 @@
+"""Whether all the work under way can still be trained in time: arithmetic of amounts by env and version.
+
+Every version has a number of batches left that may hold its work. Each of these batches has a minimum of some envs in
+it, and the rest of it is common to all. An env's work up to a version first fills the env's own minimums; what goes beyond
+them needs common room, even where newer work of the env would leave some of its minimums free. All of it can be trained in
+time if and only if, for every version, what needs common room up to it fits into the common room of the batches left
+for it. From this follow what may be started (`Backlog.admits`), what the next batch must have, and whether
+it must wait for a group in flight (`plan_next`). Sizes are in the unit of the batch. Pure: no clock, no memory.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+Work = Mapping[tuple[str, int], int]
+"""Amounts by env and version."""
+
+Left = Callable[[int], int]
+"""How many batches may still hold work of a version."""
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """Work up to a version: what each env has beyond its minimums, and by how much that exceeds the common room."""
+
+    version: int
+    beyond: Mapping[str, int]
+    over: int
+
+
+class Backlog:
+    """Work under way, and the batches that are left for it."""
+
+    def __init__(self, work: Work, left: Left, *, batch: int, minimums: Mapping[str, int]) -> None:
+        """`batch`: what a batch holds for certain, with `minimums` of some envs in it."""
+        self._left = left
+        self._batch = batch
+        self._minimums = minimums
+        self._common = batch - sum(minimums.values())
+        self._by_version: dict[int, list[tuple[str, int]]] = {}
+        self._of_env: dict[str, int] = {}
+        for (env, version), size in work.items():
+            self._by_version.setdefault(version, []).append((env, size))
+            self._of_env[env] = self._of_env.get(env, 0) + size
+        self._beyond: Mapping[str, int] | None = None
+
+    def levels(self) -> Iterator[Level]:
+        """From the oldest version on; each names the work of the ones before it too."""
+        has: dict[str, int] = {}
+        beyond: dict[str, int] = {}
+        for version in sorted(self._by_version):
+            left = max(0, self._left(version))
+            for env, size in self._by_version[version]:
+                has[env] = has.get(env, 0) + size
+            for env, size in has.items():
+                beyond[env] = max(beyond.get(env, 0), size - left * self._minimums.get(env, 0))
+            yield Level(version, dict(beyond), sum(beyond.values()) - left * self._common)
+
+    @property
+    def holds(self) -> bool:
+        """Whether everything can be trained in time."""
+        return all(level.over <= 0 for level in self.levels())
+
+    def admits(self, env: str, size: int, version: int, reserved: Mapping[str, int]) -> bool:
+        """Whether there is room for more work of an env, of the newest version.
+
+        `reserved`: what the batches left for it will have of each env in whole groups, begun or not.
+        """
+        left = self._left(version)
+        if left < 1:
+            return False
+        if self._beyond is None:
+            self._beyond = next((level.beyond for level in reversed(list(self.levels()))), {})
+        before = self._beyond
+
+        def need(name: str, more: int) -> int:
+            own = left * self._minimums.get(name, 0)
+            beyond = max(before.get(name, 0), self._of_env.get(name, 0) + more - own)
+            return max(own + beyond, reserved.get(name, 0))
+
+        envs = self._of_env.keys() | self._minimums.keys() | reserved.keys() | {env}
+        return sum(need(name, size if name == env else 0) for name in envs) <= left * self._batch
+
+
+@dataclass(frozen=True, slots=True)
+class NextBatch:
+    """What the next batch must have: `least` of each env, of its oldest work; and what it must wait for.
+
+    `fits` says of amounts by env and version whether all that they leave behind can be trained in time.
+    """
+
+    least: Mapping[str, int]
+    held_by: tuple[str, int] | None
+    fits: Callable[[Work], bool]
+
+
+def plan_next(
+    queued: Work, coming: Work, left: Left, *, batch: int, minimums: Mapping[str, int]
+) -> NextBatch:
+    """The next batch takes of each env its minimum, and then what could not be trained in time after it.
+
+    Where that is not queued yet, but coming, the batch waits for the oldest of it.
+    """
+    plan = _Plan(queued, coming, lambda version: left(version) - 1, batch, minimums)
+    plan.take_what_must_be()
+    return NextBatch(plan.least, plan.held_by(), plan.fits)
+
+
+class _Plan:
+    def __init__(
+        self, queued: Work, coming: Work, left: Left, batch: int, minimums: Mapping[str, int]
+    ) -> None:
+        self._queued = sorted((version, env, size) for (env, version), size in queued.items())
+        self._coming = coming
+        self._left = left
+        self._batch = batch
+        self._minimums = minimums
+        total: dict[str, int] = {}
+        for _, env, size in self._queued:
+            total[env] = total.get(env, 0) + size
+        self.least = {env: min(size, minimums.get(env, 0)) for env, size in total.items()}
+
+    def take_what_must_be(self) -> None:
+        """Add to `least` until all that is left behind fits, or nothing that is queued could help.
+
+        Every round settles a version, or uses an env up to it: as many rounds as there are envs and versions, at most.
+        """
+        spent: set[tuple[str, int]] = set()
+        while (room := self._batch - sum(self.least.values())) > 0:
+            found = self._most_urgent(spent, room)
+            if found is None:
+                return
+            env, version, size = found
+            self.least[env] += min(size, room)
+            spent.add((env, version))
+
+    def _most_urgent(self, spent: set[tuple[str, int]], room: int) -> tuple[str, int, int] | None:
+        """Of which env more must be taken, up to which version, and how much."""
+        for level in self._behind(self._remaining()).levels():
+            if level.over <= 0:
+                continue
+            if level.over > room:
+                # Not all of it can be trained in time, whatever is taken.
+                return None
+            for env, beyond in sorted(level.beyond.items(), key=lambda item: -item[1]):
+                there = sum(
+                    size for version, name, size in self._queued if name == env and version <= level.version
+                )
+                size = min(level.over, beyond, there - self.least.get(env, 0))
+                if size > 0 and (env, level.version) not in spent:
+                    return env, level.version, size
+        return None
+
+    def held_by(self) -> tuple[str, int] | None:
+        """The env and version of work in flight without which the next batch would leave too much behind."""
+        for level in self._behind(self._remaining()).levels():
+            if level.over > 0:
+                awaited = [
+                    (version, env)
+                    for (env, version), size in self._coming.items()
+                    if size and version <= level.version and level.beyond.get(env, 0) > 0
+                ]
+                if awaited:
+                    version, env = min(awaited)
+                    return env, version
+        return None
+
+    def fits(self, taken: Work) -> bool:
+        """Whether all that a batch leaves behind can be trained in time."""
+        left_over = dict(self._coming)
+        for version, env, size in self._queued:
+            left_over[env, version] = left_over.get((env, version), 0) + size - taken.get((env, version), 0)
+        return self._behind(left_over).holds
+
+    def _remaining(self) -> Work:
+        """What is left behind by a batch that has the least of each env, of its oldest work."""
+        left_over, to_take = dict(self._coming), dict(self.least)
+        for version, env, size in self._queued:
+            used = min(size, to_take[env])
+            to_take[env] -= used
+            if size > used:
+                left_over[env, version] = left_over.get((env, version), 0) + size - used
+        return left_over
+
+    def _behind(self, work: Work) -> Backlog:
+        # A budget that minimums and spare room exceed together is kept by minimums alone.
+        batch = max(self._batch, sum(self._minimums.values()))
+        return Backlog(work, self._left, batch=batch, minimums=self._minimums)
