@@ -38,11 +38,12 @@ def find_place(error: BaseException, package: str = "") -> str:
     """The last line of the author's own code that an exception passed: "spelling.py:14 in rollout"; else empty."""
     if isinstance(error, SyntaxError) and error.filename and not _is_known(error.filename):
         return f"{_shown(error.filename)}:{error.lineno}"
-    frames = traceback.extract_tb(error.__traceback__)
-    for frame in reversed(frames):
-        if _is_authors(frame.filename, package):
-            return f"{_shown(frame.filename)}:{frame.lineno} in {frame.name}"
-    return ""
+    place = ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        code = frame.f_code
+        if _is_authors(code.co_filename, package):
+            place = f"{_shown(code.co_filename)}:{line} in {code.co_name}"
+    return place
 
 
 def place_of(function: object) -> str:
@@ -100,7 +101,7 @@ def _is_known(file: str) -> bool:
     path = os.path.realpath(file)
     inside: Sequence[str] = Path(path).parts
     return (
-        file.startswith("<")
+        (file.startswith("<") and not file.startswith("<ipython"))  # a cell of a notebook is its author's
         or any(name in inside for name in _INSTALLED)
         or any(_within(path, root) for root in (_OURS, *_INTERPRETER))
     )

@@ -84,6 +84,12 @@ class Aside:
         try:
             # The first answer says that the function is imported, which a large library takes its time for.
             ready = await self._ask(process, None, _STARTUP_S)
+        except TimeoutError:
+            # Not the fault of what is to be looked at.
+            await _end(process)
+            raise AsideError(
+                f"the helper process for {self._function} did not start in {_STARTUP_S:g} s"
+            ) from None
         except BaseException:
             await _end(process)
             raise

@@ -48,7 +48,9 @@ def _tables(model: type[BaseModel], path: str) -> Iterator[str]:
     yield from _table(model, path, [name for name, nested in inside.items() if nested is None])
     for name, nested in inside.items():
         if nested is not None:
-            yield from _tables(nested, f"{path}.{name}".removeprefix("."))
+            # A table of tables: what they are called is the user's choice.
+            named = ".NAME" if typing.get_origin(model.model_fields[name].annotation) is dict else ""
+            yield from _tables(nested, f"{path}.{name}{named}".removeprefix("."))
 
 
 def _table(model: type[BaseModel], path: str, names: list[str]) -> Iterator[str]:

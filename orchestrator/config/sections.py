@@ -61,7 +61,8 @@ class InferenceConfig(Section):
     base_urls: list[str] = []
     """OpenAI-compatible endpoints, each with its /v1."""
     weight_update: str = "none"
-    """How new weights reach the servers: none, vllm, sglang, or "module:attr"."""
+    """How new weights reach the servers: none (they never do), vllm, sglang, or "module:attr" of an async function that
+    takes an UpdateRequest. With [local] it is not looked at: the policy server there loads every published version."""
     initial_weights: str | None = None
     """Folder of the weights that a fresh run begins with; every server loads it before it gets work. "trainer": the trainer
     publishes version 0 before the first batch. Unset: the weights that the servers were started with, and a server that
@@ -73,7 +74,8 @@ class InferenceConfig(Section):
     health_interval_s: Seconds = 2
     """Time between health checks of an endpoint, and between looks at its metrics."""
     progress_timeout_s: Seconds = 120
-    """Time without a token, with rollouts in flight, before an endpoint is probed."""
+    """An endpoint that has rollouts in flight and yields no token for this long gets a probe; if that fails too, it
+    gets no work until it answers again, and its rollouts are asked elsewhere. Raise it where prompts take long."""
     straggler_grace_s: Seconds = 30
     """How long a weight update waits for the last servers once half of them are done."""
     check_weights: bool = True
@@ -284,14 +286,16 @@ class EvalEnvSection(EnvSection):
     rollouts_per_example: Positive | None = None
     """Attempts at each task (the k of avg@k and pass@k)."""
     interval: Positive | None = None
-    """Steps between evaluations of this env."""
+    """Steps between evaluations of this env; unset: eval.interval."""
 
 
 class EvalConfig(Section):
     """Evaluations during the run."""
 
     interval: Positive = 20
-    """Steps between evaluations; one also runs before the first step, and one after the last."""
+    """Steps between evaluations; one also runs before the first step, and one after the last. Each waits until the
+    version of its step is loaded, and is booked with the version that it starts with: where versions are published
+    less often than every interval steps, evaluations come as often as new versions do."""
     num_examples: Positive | None = None
     """Tasks of the split that are evaluated; all when unset."""
     rollouts_per_example: Positive = 1
@@ -346,6 +350,9 @@ class DispatchConfig(Section):
     max_barren_batches: Positive = 20
     """End the run when this many batches' worth of rollouts in a row yields nothing to train on, or, with
     batch.on_stuck = "wait", when so much is queued and still no exact batch can be made of it."""
+    drain_s: Seconds = 10
+    """After the first SIGINT or SIGTERM: how long open groups may take to end; what runs then is asked again by the
+    next run. A supervisor must wait a little longer before it kills."""
     stall_timeout_s: Seconds = 300
     """No rollout ends and no batch is taken for this long: one diagnostic record says what is waited for."""
     exit_on_stall: bool = False

@@ -11,6 +11,7 @@ from typing import Any
 
 from orchestrator.dispatch.ledger import Lane, Ledger
 from orchestrator.dispatch.versions import Versions
+from orchestrator.facts.reports import Reports
 from orchestrator.groups.group import Batch
 from orchestrator.mix import DeliveredMix
 
@@ -58,6 +59,7 @@ class Facts:
         self._started = now
         self._earlier_s = 0.0
         self.delivered = DeliveredMix(list(targets), window=WINDOW)
+        self.reports = Reports()
         self._rate: deque[tuple[float, int]] = deque([(now, 0)])
 
     def scored(self, env: str, rewards: list[float]) -> None:
@@ -183,12 +185,14 @@ class Facts:
                 for name, facts in self.envs.items()
             },
             "delivered": self.delivered.state_dict(),
+            "reports": self.reports.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from an earlier process; envs that are gone are left out."""
         self._earlier_s = state["seconds"]
         self.delivered.load_state_dict(state["delivered"])
+        self.reports.load_state_dict(state.get("reports", {}))  # earlier revisions know none
         self.stale_sum, self.stale_max = state["stale"]
         self.first_reward, self.reward = state["rewards"]
         for name, facts in state["envs"].items():

@@ -77,6 +77,17 @@ class EndpointStatus(msgspec.Struct):
     error: str
 
 
+class ReportStatus(msgspec.Struct):
+    """A number that the trainer reports: the last one, the range of the last fifty, and they themselves with their steps."""
+
+    step: int
+    value: float
+    low: float
+    median: float
+    high: float
+    recent: list[tuple[int, float]]
+
+
 class Status(msgspec.Struct):
     """A run at one moment."""
 
@@ -110,6 +121,8 @@ class Status(msgspec.Struct):
     loop_lag_p99_s: float
     journal_backlog_bytes: int
     seconds: float
+    reports: dict[str, ReportStatus] = {}
+    mismatch: str = ""
     failure_reasons: dict[str, str] = {}
     """What the last one of `failures` said, under the same name."""
 

@@ -9,6 +9,7 @@ As a child process (`python -m orchestrator.local.trainer`) it reads its `Traine
 standard input and ends when the service has no more batches, or when standard input ends.
 """
 
+import math
 import re
 import shutil
 import signal
@@ -88,6 +89,8 @@ def train(spec: TrainerSpec, trainer: TrainerClient) -> int:
         step = batch.step
         if spec.rank == 0:
             trainer.publish(version=step, path=str(checkpoints.save(policy, step)))
+            shown = {name: seen[name] for name in ("ratio", "clipped", "entropy")}
+            trainer.report(step, {name: value for name, value in shown.items() if math.isfinite(value)})
         reward = float(np.mean([sequence.reward for sequence in batch.sequences]))
         log.info("trainer.step_done", step=step, reward=reward, **seen)
     return step

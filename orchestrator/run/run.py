@@ -33,6 +33,11 @@ from orchestrator.run.settings import RunSettings
 
 log = structlog.get_logger()
 
+MISMATCH_REMEDY = (
+    "what the trainer computes is not what was sampled: look whether it has the weights of the published version, "
+    "recomputes at the sampled temperature and cuts, and computes in the same precision as the engines"
+)
+
 
 class RunState(StrEnum):
     """Where a run is in its life."""
@@ -126,6 +131,15 @@ class Run:
         if step > versions.trained:
             versions.trained = step
             self.save(now)
+
+    def on_report(self, step: int, metrics: Mapping[str, float]) -> str:
+        """The trainer's own numbers of a step; returns why they are refused, empty if they are not."""
+        reports = self.parts.facts.reports
+        before = reports.trouble
+        problem = reports.add(step, metrics)
+        if reports.trouble and not before:
+            log.warning("trainer.mismatch", found=reports.trouble, remedy=MISMATCH_REMEDY)
+        return problem
 
     def on_publish(self, version: int, path: str | None, now: float) -> None:
         """The trainer has a new version; older ones and repetitions are harmless.

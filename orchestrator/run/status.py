@@ -4,11 +4,12 @@ Put together from what the parts of the run know; nothing is counted here.
 """
 
 from collections.abc import Sequence
+from statistics import median
 from typing import Any
 
 from orchestrator.dispatch.ledger import Lane, Outcome
 from orchestrator.dispatch.waits import Wait
-from orchestrator.facts import EndpointStatus, EnvStatus, Status, WaitStatus, by_domain
+from orchestrator.facts import EndpointStatus, EnvStatus, ReportStatus, Status, WaitStatus, by_domain
 from orchestrator.run.run import Run
 from orchestrator.run.waits import describe, find_waits
 
@@ -67,6 +68,18 @@ def build_status(
         journal_backlog_bytes=parts.journal.backlog_bytes,
         seconds=facts.seconds(now),
         failure_reasons=facts.failure_reasons(),
+        reports={
+            name: ReportStatus(
+                step=told.values[-1][0],
+                value=told.values[-1][1],
+                low=min(told.numbers),
+                median=median(told.numbers),
+                high=max(told.numbers),
+                recent=list(told.values),
+            )
+            for name, told in facts.reports.names.items()
+        },
+        mismatch=facts.reports.trouble,
     )
 
 
@@ -169,5 +182,9 @@ def build_summary(run: Run, end: str, now: float) -> dict[str, Any]:
         "failure_reasons": status.failure_reasons,
         "evals": run.parts.eval_sink.results,
         "staleness": status.staleness,
+        "reports": {
+            name: {"step": told.step, "value": told.value, "median": told.median}
+            for name, told in status.reports.items()
+        },
         "wall_time_s": round(status.seconds, 3),
     }

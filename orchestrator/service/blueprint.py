@@ -427,7 +427,7 @@ def build_pool(
         base_urls,
         model=config.model.name,
         update=build_weight_update("vllm" if config.local is not None else inference.weight_update),
-        sampling=_sampling_check(config, health) if train else None,
+        sampling=build_sampling_check(config, timeout_s=health.probe_timeout_s) if train else None,
         concurrency=concurrency,
         api_key_env=inference.api_key_env,
         version=version,
@@ -459,13 +459,14 @@ def _beginning(config: Config, train: bool) -> Beginning:
     return Beginning.TRAINER if config.inference.initial_weights == FROM_TRAINER else Beginning.OWN
 
 
-def _sampling_check(config: Config, health: HealthPolicy) -> SamplingCheck:
+def build_sampling_check(config: Config, *, timeout_s: float) -> SamplingCheck:
+    """What training asks of every inference server."""
     shared = _train_sampling(config)
     return SamplingCheck(
         model=config.model.name,
         samplings={section.label: unpacked(merged(shared, section.sampling)) for section in config.train.env},
         accept_raw=config.inference.accept_raw_logprobs,
-        timeout_s=health.probe_timeout_s,
+        timeout_s=timeout_s,
     )
 
 

@@ -1,7 +1,7 @@
 """`check --deep`: what can only be known by trying, all of it at once, and nothing stays behind.
 
 Every environment is loaded by a server process as a run would start it, under its own interpreter, and servers that run
-elsewhere are greeted. Every inference server is asked for its model. Ports are bound and given back. What it finds are
+elsewhere are greeted. Every inference server is asked for its model and its log-probabilities. Ports are bound and given back. What it finds are
 lines for the user: problems, which a run would meet too, and warnings.
 """
 
@@ -25,10 +25,14 @@ from envs.report import EnvReport, read_report
 from orchestrator.config import Config
 from orchestrator.env_servers.env import Env
 from orchestrator.errors import ConfigError, EnvError
+from orchestrator.inference import EngineApi, EngineError, EngineRefusedError
 from orchestrator.service import blueprint
 
 ANSWER_S = 5.0
 """How long a server that should be running may take to answer."""
+
+SAMPLE_S = 30.0
+"""How long it may take to say what it returns, which the first time takes vLLM seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +90,8 @@ async def _try_env(env: Env, folder: Path) -> EnvReport | str:
         await trial.spawn()
         await trial.connect()
     except EnvError as error:
-        return str(error)
+        # Its log goes with the folder; the lines of a traceback stay apart from the next problem.
+        return re.sub(r"\nits log: .*", "", str(error)).replace("\n", "\n    ")
     finally:
         await trial.shutdown()
     return read_report(report) or EnvReport([], {})
@@ -135,6 +140,9 @@ async def _ask_engine(config: Config, base_url: str, found: Findings) -> None:
                     found.problems.append(
                         f'{where}: it does not serve model.name = "{name}"; it serves {served}'
                     )
+                    return
+                api = EngineApi(url, url.removesuffix("/v1"), session, check_timeout_s=ANSWER_S)
+                await blueprint.build_sampling_check(config, timeout_s=SAMPLE_S).check(api)
                 return
             if status in (401, 403):
                 found.problems.append(
@@ -148,7 +156,9 @@ async def _ask_engine(config: Config, base_url: str, found: Findings) -> None:
                 if guess != url and (await _models(session, guess))[1] is not None:
                     hint = f"; {guess} does, did you mean that?"
             found.problems.append(f"{where}: /models answers {status} and names no model{hint}")
-        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+        except EngineRefusedError as error:
+            found.problems.append(f"{where}: it {error.said}")
+        except (aiohttp.ClientError, EngineError, TimeoutError, ValueError) as error:
             found.problems.append(f"{where}: it does not answer ({error or type(error).__name__}); is it up?")
 
 

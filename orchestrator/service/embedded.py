@@ -20,7 +20,7 @@ from orchestrator.config import Config, find_warnings, resolve_config
 from orchestrator.errors import ConfigError, OrchestratorError
 from orchestrator.facts import Status
 from orchestrator.service import blueprint
-from orchestrator.service.log_file import open_log
+from orchestrator.service.log_file import note, open_log
 from orchestrator.service.service import Service, start_service
 from orchestrator.trainer.batch import TrainingBatch
 from orchestrator.trainer_link.inside import InsideClient, InsideLink
@@ -38,6 +38,7 @@ class EmbeddedRun:
         self._client = client
         self._serving = serving
         self._asking = False
+        self._left = False
         self.summary: dict[str, Any] | None = None
 
     @property
@@ -49,6 +50,11 @@ class EmbeddedRun:
     def http_address(self) -> str | None:
         """Where the status can be read, if HTTP is enabled."""
         return self._service.http_address
+
+    @property
+    def ended(self) -> str:
+        """Why the run is over; empty while it is not, and where it ended in an error."""
+        return self._service.run.ended
 
     def status(self) -> Status:
         """The run at this moment, as `orchestrator status` shows it."""
@@ -81,20 +87,24 @@ class EmbeddedRun:
         shown = None if path is None else str(path)
         return await self._while_serving(self._client.publish(version, shown), outlives=False)
 
+    async def report(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Numbers of a step for people, such as loss or logprob_mismatch; TrainerLinkError when they are refused."""
+        await self._while_serving(self._client.report(step, metrics), outlives=False)
+
     async def _while_serving(self, doing: Coroutine[Any, Any, T], *, outlives: bool) -> T:
         """Await something of the run; its error instead, if that comes first. `outlives`: an ended run answers it too."""
-        if self._serving.done() and not outlives:
+        if self._serving.done() and (self._left or not outlives):
             doing.close()
             self._raise_error()
-            raise OrchestratorError(f"the run is over: {self._serving.result()}")
+            raise OrchestratorError("the run was left" if self._left else f"the run is over: {self.ended}")
         asked = asyncio.create_task(doing)  # noqa: TID251  ended and awaited below
         try:
             await asyncio.wait([asked, self._serving], return_when=asyncio.FIRST_COMPLETED)
             if not asked.done():
                 self._raise_error()
                 if not outlives:
-                    raise OrchestratorError(f"the run is over: {self._serving.result()}")
-                self._service.server.finish(self._serving.result())
+                    raise OrchestratorError(f"the run is over: {self.ended}")
+                self._service.server.finish(self.ended)
             return await asked
         finally:
             asked.cancel()
@@ -153,8 +163,10 @@ async def running(
                 if not serving.done():
                     await run._while_serving(client.ack_in_hand(), outlives=True)
             except BaseException:
+                run._left = True
                 await _abandon(service, serving)
                 raise
+            run._left = True
             await client.leave()
             # Behind the last batch the last version is still loaded and evaluated; then the run ends by itself.
             if not serving.done() and not service.run.all_acknowledged:
@@ -194,4 +206,8 @@ def _own_log(config: Config) -> Iterator[None]:
     with open_log(config.run_dir) as file, log_to(file, config.log.level):
         for path, warning in find_warnings(config.model_dump()):
             log.warning("config.warning", path=path, warning=warning)
-        yield
+        try:
+            yield
+        except Exception as error:
+            note(file, "run.failed", error=f"{type(error).__name__}: {error}")
+            raise

@@ -51,9 +51,6 @@ from orchestrator.views.http import build_app, serve_http
 
 log = structlog.get_logger()
 
-DRAIN_S = 10.0
-"""How long rollouts in flight may go on after a stop was asked for."""
-
 START_REPORT_S = 10.0
 """How often the log says what the start waits for."""
 
@@ -160,9 +157,13 @@ class Service:
     async def _drain(self) -> None:
         """Open nothing new, form nothing more, and let open groups end, for a bounded time."""
         self.driver.tell(self.run.stop)
-        log.info("run.draining", inflight=self.run.parts.ledger.total_inflight, at_most_s=DRAIN_S)
+        log.info(
+            "run.draining",
+            inflight=self.run.parts.ledger.total_inflight,
+            at_most_s=self.config.dispatch.drain_s,
+        )
         try:
-            async with asyncio.timeout(DRAIN_S):
+            async with asyncio.timeout(self.config.dispatch.drain_s):
                 await self.driver.wait_idle()
         except TimeoutError:
             log.info("run.drain_ended", inflight=self.run.parts.ledger.total_inflight)

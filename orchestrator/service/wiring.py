@@ -138,6 +138,7 @@ def build_batch_server(
         on_rank_ack=lambda step, rank: journal.record_ack(step, rank, world_size=world_size),
         on_publish=lambda version, path: tell(run.on_publish, version, path),
         on_trained=lambda step: tell(run.on_trained, step),
+        on_report=run.on_report,
         on_done=lambda: _end(driver, "the trainer said it is done"),
         when_durable=journal.when_durable,
     )

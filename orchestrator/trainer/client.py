@@ -13,7 +13,7 @@ it, up to `timeout_s` of silence, and carries on. Needs pyzmq, msgspec and numpy
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator, Generator, Iterator
+from collections.abc import AsyncIterator, Generator, Iterator, Mapping
 from types import TracebackType
 from typing import Self, TypeVar
 
@@ -30,6 +30,7 @@ from orchestrator.trainer.protocol import (
     Ok,
     ProtocolError,
     Publish,
+    Report,
     Request,
     Served,
 )
@@ -137,6 +138,10 @@ class _Conversation:
 
     def _publish(self, version: int, path: str | None) -> Waiting[str]:
         return (yield from self._do(Publish(self._session.next_id(), version, path, self._after or 0)))
+
+    def _report(self, step: int, metrics: Mapping[str, float]) -> Waiting[None]:
+        numbers = {name: float(value) for name, value in metrics.items()}
+        yield from self._do(Report(self._session.next_id(), step, numbers))
 
     def _done(self) -> Waiting[None]:
         yield from self._do(Done(self._session.next_id()))
@@ -266,6 +271,10 @@ class TrainerClient(_Conversation):
         """
         return self._drive(self._publish(version, path))
 
+    def report(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Numbers of a step for people, such as loss or logprob_mismatch; TrainerLinkError when they are refused."""
+        self._drive(self._report(step, metrics))
+
     def done(self) -> None:
         """No more batches are wanted: the run ends."""
         self._drive(self._done())
@@ -329,6 +338,10 @@ class AsyncTrainerClient(_Conversation):
         Repeating a version or going back changes nothing; the return says so.
         """
         return await self._drive(self._publish(version, path))
+
+    async def report(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Numbers of a step for people, such as loss or logprob_mismatch; TrainerLinkError when they are refused."""
+        await self._drive(self._report(step, metrics))
 
     async def done(self) -> None:
         """No more batches are wanted: the run ends."""

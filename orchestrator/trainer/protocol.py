@@ -19,7 +19,7 @@ from msgspec import Meta
 PROTOCOLS = {
     1: "join, next, get, ack, publish, done, ping, leave and their answers",
     2: "join may carry a token; a publication may be answered by missing, when the version cannot be loaded",
-    3: "batches say more of each sequence, in one more frame, and how many tokens are trained on",
+    3: "batches say more of each sequence, in one more frame, and how many tokens are trained on; report",
 }
 """What each number of the protocol added. The service understands every number in this table.
 
@@ -37,6 +37,9 @@ MAX_REQUEST_BYTES = 64 * 1024
 MAX_FRAME_BYTES = 4 * 1024**3
 """The largest frame of the service's messages: the tokens of a billion-token share."""
 
+MAX_METRICS = 32
+"""Numbers in one report."""
+
 MAX_REASON_CHARACTERS = 300
 """How much of what was wrong with a message is told or logged."""
 
@@ -45,6 +48,7 @@ Number = Annotated[int, Meta(ge=0, le=2**53)]
 
 RankNumber = Annotated[int, Meta(ge=0, le=2**20)]
 Name = Annotated[str, Meta(max_length=1024)]
+MetricName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_./@:-]{1,64}\Z")]
 WeightsPath = Annotated[str, Meta(max_length=4096, pattern=r"^[^\x00]*$")]
 
 
@@ -92,6 +96,14 @@ class Publish(msgspec.Struct, tag="publish", frozen=True):
     version: Number
     path: WeightsPath | None = None
     step: Number = 0
+
+
+class Report(msgspec.Struct, tag="report", frozen=True):
+    """The trainer's own numbers of a step, by name; people see them."""
+
+    id: Number
+    step: Number
+    metrics: Annotated[dict[MetricName, float], Meta(min_length=1, max_length=MAX_METRICS)]
 
 
 class Done(msgspec.Struct, tag="done", frozen=True):
@@ -160,9 +172,9 @@ class Pong(msgspec.Struct, tag="pong", frozen=True):
     """The service is there. Also sent unasked, to find out whether a rank still is."""
 
 
-ToServer = Join | Next | Get | Ack | Publish | Done | Ping | Leave
+ToServer = Join | Next | Get | Ack | Publish | Report | Done | Ping | Leave
 ToTrainer = Welcome | Refused | Unknown | Served | Missing | Finished | Ok | Pong
-Request = Next | Get | Ack | Publish | Done
+Request = Next | Get | Ack | Publish | Report | Done
 Answer = Served | Missing | Finished | Ok
 
 T = TypeVar("T")

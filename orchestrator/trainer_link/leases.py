@@ -12,7 +12,7 @@ bounded number of batches ahead of what was trained on; nothing else is kept for
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -35,6 +35,7 @@ from orchestrator.trainer.protocol import (
     ProtocolError,
     Publish,
     Refused,
+    Report,
     ToServer,
     ToTrainer,
     Unknown,
@@ -98,6 +99,7 @@ class Leases:
         on_rank_ack: Callable[[int, int], None],
         on_publish: Callable[[int, str | None], None],
         on_trained: Callable[[int], None],
+        on_report: Callable[[int, Mapping[str, float]], str],
         on_done: Callable[[], None],
         on_told: Callable[[], None],
         when_durable: Callable[[Callable[[], None]], None],
@@ -113,6 +115,7 @@ class Leases:
         self._on_ack = on_ack
         self._on_rank_ack = on_rank_ack
         self._on_trained = on_trained
+        self._on_report = on_report
         self._on_done = on_done
         self._on_told = on_told
         self._when_durable = when_durable
@@ -235,6 +238,8 @@ class Leases:
                 self._ack(rank, message)
             case Publish():
                 self._publish(rank, message)
+            case Report():
+                self._report(rank, message)
             case Done():
                 if not self._done:
                     self._done = True
@@ -316,6 +321,14 @@ class Leases:
 
         source = f"rank {rank.number}"
         self._publications.publish(message.version, message.path, source=source, then=answer)
+
+    def _report(self, rank: Rank, message: Report) -> None:
+        problem = (
+            self.explain_missing(message.step)
+            if message.step > self.last_step
+            else self._on_report(message.step, message.metrics)
+        )
+        self._transport.send(rank.peer, Missing(message.id, problem) if problem else Ok(message.id))
 
     def _lease(self, lease: _Lease) -> None:
         step = lease.batch.step

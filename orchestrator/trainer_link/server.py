@@ -7,7 +7,7 @@ and a line in the log.
 """
 
 import asyncio
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -81,6 +81,7 @@ class BatchServer:
         on_rank_ack: Callable[[int, int], None],
         on_publish: Callable[[int, str | None], None],
         on_trained: Callable[[int], None],
+        on_report: Callable[[int, Mapping[str, float]], str],
         on_done: Callable[[], None],
         when_durable: Callable[[Callable[[], None]], None],
         token: str | None,
@@ -93,6 +94,7 @@ class BatchServer:
         a newer version cannot be loaded, or "". `on_rank_ack(step, rank)` and `on_publish` record, and a rank is
         answered when `when_durable` calls back, so that what it was told holds after a crash; `on_ack(step)` says that
         every rank has acknowledged, `on_trained(step)` that a published version comes from training on a step.
+        `on_report` takes the trainer's own numbers of a step, and returns why they are refused, if they are.
 
         With `token` only trainers that present it are let in. Restore recovered batches before entering the context.
         """
@@ -116,6 +118,7 @@ class BatchServer:
             on_rank_ack=self._rank_acked,
             on_publish=on_publish,
             on_trained=on_trained,
+            on_report=on_report,
             on_done=on_done,
             on_told=self._told.set,
             when_durable=when_durable,

@@ -66,6 +66,17 @@ class StatusCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         status = self._status()
+        reported = GaugeMetricFamily(
+            "orchestrator_trainer_reported", "What the trainer reported last, by name", labels=["name"]
+        )
+        for name, told in status.reports.items():
+            reported.add_metric([name], told.value)
+        yield reported
+        yield GaugeMetricFamily(
+            "orchestrator_logprob_mismatch_unusual",
+            "1 while the trainer's log-probabilities differ more than usual from the engines'",
+            float(bool(status.mismatch)),
+        )
         for name, text, read in _GAUGES:
             value = read(status)
             if value is not None:

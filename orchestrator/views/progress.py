@@ -14,7 +14,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from orchestrator.facts import DomainStatus, EnvStatus, Status
+from orchestrator.facts import DomainStatus, EnvStatus, ReportStatus, Status
 from orchestrator.views.terminal import plain
 
 REFRESH_S = 0.25
@@ -27,6 +27,8 @@ SUMMARY_WIDTH = 72
 """Below this, headings of the summary take two lines."""
 FAILED_SHARE = 0.1
 """From this share of failed rollouts on, the display tells what the last one said."""
+MOST_REPORTED = 4
+"""Numbers of the trainer that the display shows; the status has all of them."""
 LEFT_OUT_FIRST = ("latency", "mix run", "failed", "in flight", "done", "mix now")
 
 
@@ -108,6 +110,10 @@ def _facts(status: Status, width: int) -> Iterator[Text]:
         Text.assemble(("queued ", "dim"), f"{status.queued_sequences}/{status.batch_size}"),
         Text(f"{status.seconds:.0f} s"),
     ]
+    facts += [
+        Text.assemble((f"{plain(name)} ", "dim"), f"{told.value:.4g}")
+        for name, told in _shown(status.reports)
+    ]
     line = facts[0]
     for fact in facts[1:]:
         if line.cell_len + len(GAP) + fact.cell_len > width:
@@ -116,6 +122,12 @@ def _facts(status: Status, width: int) -> Iterator[Text]:
         else:
             line = Text.assemble(line, GAP, fact)
     yield line
+
+
+def _shown(reports: Mapping[str, ReportStatus]) -> list[tuple[str, ReportStatus]]:
+    """What the trainer reports, as far as there is room: the mismatch first, which says whether the data is right."""
+    ordered = sorted(reports.items(), key=lambda entry: entry[0] != "logprob_mismatch")
+    return ordered[:MOST_REPORTED]
 
 
 def _troubles(status: Status) -> list[str]:
@@ -135,7 +147,7 @@ def _troubles(status: Status) -> list[str]:
         for endpoint in status.endpoints
         if endpoint.error and not endpoint.healthy
     ]
-    return [*lines, status.refused] if status.refused else lines
+    return [*lines, *filter(None, (status.refused, status.mismatch))]
 
 
 def _env_table(status: Status, width: int) -> Table:

@@ -4,6 +4,7 @@ A table: what stands in the directory, what is typed, what must be said, and the
 """
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -143,6 +144,39 @@ MISTAKES: dict[str, Mistake] = {
     "serving everybody": Mistake("env serve reverse --bind tcp://0.0.0.0:7000", "orchestrator env keygen DIR"),
 }  # fmt: skip
 
+FAULTY = """
+from envs import Environment
+
+
+class Base(Environment):
+    def tasks(self, split):
+        return [{"word": "cat"}]
+
+    async def rollout(self, task, model):
+        return model.rollout(reward=task["letters"])
+
+
+class Synchronous(Base):
+    def rollout(self, task, model):
+        return model.rollout(reward=0.0)
+
+
+class Unmade(Base):
+    def __init__(self):
+        raise KeyError("DATA_DIR")
+"""
+RAISES = 'import json\n\nraise RuntimeError("no licence")\n'
+MINE = {"faulty.py": FAULTY, "raises.py": RAISES}
+OF_ENVIRONMENTS: dict[str, Mistake] = {
+    "an import that raises": Mistake("env try raises:Mine", 'importing environment "raises:Mine" raised RuntimeError: no licence, at raises.py:3', code=3, files=MINE),
+    "a constructor that raises": Mistake("env try faulty:Unmade", "raised KeyError: 'DATA_DIR', at faulty.py:20 in __init__", code=3, files=MINE),
+    "a rollout that raises": Mistake("env try faulty:Base -n 1", "KeyError: 'letters', at faulty.py:10 in rollout", code=1, files=MINE),
+    "a rollout without async": Mistake("env try faulty:Synchronous", 'write "async def rollout"', files=MINE),
+    "a run whose environment raises": Mistake(RUN, "raised RuntimeError: no licence, at raises.py:3", code=3, swap=("builtin::reverse", "raises:Mine"), files=MINE),
+    "a check of it": Mistake(f"{CHECK} --deep", "raised RuntimeError: no licence, at raises.py:3", swap=("builtin::reverse", "raises:Mine"), files=MINE),
+}  # fmt: skip
+"""Found by running the environment's own code, so that each is a process of its own."""
+
 BOTH_PORTS = """
 [local]
 [[train.env]]
@@ -206,9 +240,31 @@ def test_a_mistake_gives_one_clear_message(
     assert contents(tmp_path) == before
 
 
+@pytest.mark.parametrize("mistake", OF_ENVIRONMENTS.values(), ids=OF_ENVIRONMENTS)
+def test_a_mistake_in_an_environment_is_told_with_its_line(
+    mistake: Mistake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A traceback, where there is one, has frames of the author's code alone."""
+    before = prepare(mistake, tmp_path, monkeypatch)
+    done = subprocess.run(
+        [COMMAND, *mistake.typed.split()],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "COLUMNS": "500"},
+    )
+    said = done.stdout + done.stderr
+    assert mistake.says in said
+    assert done.returncode == mistake.code, said
+    frames = re.findall(r'^ *File "([^"]+)"', said, re.MULTILINE)
+    assert {Path(frame).parent for frame in frames} <= {tmp_path}
+    after = contents(tmp_path)
+    assert {name: after[name] for name in before} == before
+
+
 def test_there_are_enough_of_them() -> None:
     """A table that shrinks would pass too."""
-    assert len(MISTAKES) >= 35
+    assert len(MISTAKES) + len(OF_ENVIRONMENTS) >= 35
 
 
 def test_ports_that_are_taken_are_told_with_the_setting(tmp_path: Path) -> None:

@@ -84,6 +84,8 @@ async def test_runs_follow_each_other_in_one_loop(tmp_path: Path, policy: str) -
         assert run.status().trained == 2
     assert run.summary is not None
     assert (run.summary["end"], run.summary["steps"]) == ("max_steps reached", 2)
+    with pytest.raises(OrchestratorError, match="the run was left"):
+        await run.next_batch()
     path = write_config(tmp_path / "config.toml", config)
     async with orchestrator.running(path, overrides=["--max-steps", "3"]) as run:
         assert await steps_of(run) == [3]
@@ -178,6 +180,9 @@ async def test_an_error_of_the_run_is_raised_in_the_body(tmp_path: Path, policy:
     with pytest.raises(StalledError, match="the judge is out of order"):
         async with orchestrator.running(config) as run:
             await until(lambda: run._serving.done())
+    last = json.loads((tmp_path / "run" / "logs" / "orchestrator.log").read_text().splitlines()[-1])
+    assert last["event"] == "run.failed"
+    assert "the judge is out of order" in last["error"]
 
 
 async def test_a_configuration_that_cannot_be_used_leaves_nothing(tmp_path: Path, policy: str) -> None:

@@ -133,6 +133,23 @@ async def test_a_second_signal_ends_at_once(tmp_path: Path, policy: str, number:
         await until(lambda: not command.processes())
 
 
+async def test_a_drain_ends_after_its_time(tmp_path: Path, policy: str) -> None:
+    """`dispatch.drain_s` bounds how long a stop waits for groups that do not end."""
+    asked = tmp_path / "asked"
+    config = config_file(
+        tmp_path, policy, env("Gated", args={"gate": str(tmp_path / "never"), "asked": str(asked)})
+    )
+    async with await Command.start(
+        "run", config, "--dispatch.drain_s", "0.2", logs=tmp_path / "logs"
+    ) as command:
+        await command.wait_event("run.started")
+        await until(asked.exists)
+        command.send(signal.SIGTERM)
+        assert await command.wait() == 128 + signal.SIGTERM
+        assert [event["at_most_s"] for event in command.events("run.draining")] == [0.2]
+        assert len(command.events("run.drain_ended")) == 1
+
+
 async def test_a_signal_while_it_starts_ends_the_start(tmp_path: Path, policy: str) -> None:
     """Before anything is served there is nothing to drain: the exit code says the signal, without a traceback."""
     config = config_file(tmp_path, "http://127.0.0.1:9/v1", env("Dice"))

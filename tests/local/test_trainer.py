@@ -4,7 +4,7 @@ import asyncio
 import json
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
@@ -52,6 +52,7 @@ class Served:
 
     steps: Sequence[int]
     published: list[tuple[int, str]] = field(default_factory=list)
+    reported: list[tuple[int, Mapping[str, float]]] = field(default_factory=list)
 
     def __iter__(self) -> Iterator[TrainingBatch]:
         for step in self.steps:
@@ -61,6 +62,9 @@ class Served:
         assert load_policy(Path(path)) is not None, "weights are there before they are published"
         self.published.append((version, path))
         return ""
+
+    def report(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.reported.append((step, metrics))
 
 
 def run_trainer(checkpoints: Path, steps: Sequence[int], **options: float) -> Served:
@@ -79,6 +83,8 @@ def test_every_step_is_saved_and_published_as_its_version(tmp_path: Path) -> Non
     """After step N version N is published, with the folder of its weights; only the last few are kept."""
     served = run_trainer(tmp_path, range(1, 8))
     assert served.published == [(step, str(tmp_path / f"step_{step}")) for step in range(1, 8)]
+    assert [step for step, _ in served.reported] == list(range(1, 8))
+    assert served.reported[0][1].keys() == {"ratio", "clipped", "entropy"}
     assert Checkpoints(tmp_path, 4).steps() == [4, 5, 6, 7]
     assert not np.array_equal(table_after(tmp_path, 6), table_after(tmp_path, 7))
 

@@ -13,6 +13,7 @@ from orchestrator.config import load_config
 from orchestrator.local.server import run_policy_server
 from orchestrator.service.deep_check import Findings, look_deep
 from tests.integration.service_fixture import write_config
+from tests.support.inference_engine import ScriptedEngine
 from tests.support.snippets import free_port
 
 MODULE = """
@@ -134,6 +135,19 @@ async def test_every_inference_server_is_asked_for_the_model(tmp_path: Path) -> 
     assert f"{guarded}/v1: it answers 401; set inference.api_key_env" in told
     assert f"{down}: it does not answer" in told
     assert len(found.problems) == 5
+
+
+async def test_an_inference_server_whose_log_probabilities_cannot_be_trained_on_is_told(
+    tmp_path: Path,
+) -> None:
+    """With the remedy, before the run is started."""
+    train = {"sampling": {"temperature": 0.7}, "env": [{"id": "builtin::reverse"}]}
+    async with ScriptedEngine(logprobs_mode="raw_logprobs") as engine:
+        inference = {"base_urls": [engine.base_url]}
+        found = await looked(tmp_path, local=None, model={"name": "tiny"}, inference=inference, train=train)
+    [problem] = found.problems
+    assert "--logprobs-mode processed_logprobs" in problem
+    assert 'env "builtin::reverse" is trained with temperature = 0.7' in problem
 
 
 async def test_a_server_elsewhere_that_is_not_there_is_told_soon(tmp_path: Path) -> None:

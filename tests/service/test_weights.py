@@ -23,6 +23,7 @@ class FakePool:
         self.asked: list[int] = []
         self.refuse: dict[int, str] = {}
         self.in_service = True
+        self.awaits_initial = False
         self.go = asyncio.Event()
         self.go.set()
 
@@ -42,16 +43,21 @@ class FakePool:
     def load(self, version: int, path: str | None) -> None:
         self.loaded = Weights(version, version, path)
 
+    @property
+    def settled(self) -> bool:
+        return self.loaded.version == self.version and not self.awaits_initial
+
 
 class FakeRun:
     """Writes down what it is told."""
 
     def __init__(self) -> None:
         self.version = 0
+        self.loaded_path: str | None = None
         self.told: list[tuple[Any, ...]] = []
 
     def on_loaded(self, version: int, path: str | None, now: float) -> None:
-        self.version = version
+        self.version, self.loaded_path = version, path
         self.told.append(("loaded", version, path))
 
     def on_refused(self, version: int, why: str, now: float) -> None:
@@ -145,6 +151,20 @@ async def test_a_version_that_a_returning_server_refuses_is_refused_once() -> No
         parts.loader.look(parts.driver)
         parts.loader.look(parts.driver)
     assert parts.run.told == [("refused", 1, "no inference server could load it; version 0 stays")]
+
+
+async def test_a_version_0_of_the_trainer_is_told_when_it_is_loaded_or_refused() -> None:
+    """Its number is nothing new; the path is. A refused one leaves nothing to go back to."""
+    async with loading() as parts:
+        parts.pool.in_service, parts.pool.awaits_initial = False, True
+        parts.loader.load(0, "bad")
+        await until(lambda: bool(parts.run.told))
+        parts.pool.awaits_initial = False
+        parts.pool.load(0, "initial")
+        parts.loader.look(parts.driver)
+        parts.loader.look(parts.driver)
+    refused = ("refused", 0, "no inference server could load it; another is waited for")
+    assert parts.run.told == [refused, ("loaded", 0, "initial")]
 
 
 async def test_versions_are_looked_at_one_after_the_other_and_each_is_answered() -> None:

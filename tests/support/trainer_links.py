@@ -31,6 +31,7 @@ _COMMON: dict[str, Any] = {
     "on_rank_ack": ignore,
     "on_publish": ignore,
     "on_trained": ignore,
+    "on_report": lambda step, metrics: "",
     "on_done": ignore,
     "when_durable": at_once,
 }

@@ -1,6 +1,6 @@
 """Who gets which batch: leases, ranks and acknowledgements, message by message."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -23,6 +23,7 @@ from orchestrator.trainer.protocol import (
     Pong,
     Publish,
     Refused,
+    Report,
     ToServer,
     ToTrainer,
     Unknown,
@@ -263,6 +264,24 @@ def test_a_message_that_cannot_be_understood_is_counted_and_answered() -> None:
     service.leases.receive(b"x", [])
     assert service.leases.malformed == 2
     assert all(isinstance(message, Refused) for _, message in service.sent)
+
+
+def test_a_report_of_a_step_that_there_is_is_passed_on() -> None:
+    """One of a step to come, or one that the run refuses, is answered with the reason; a stranger's is not looked at."""
+    seen: list[tuple[int, dict[str, float]]] = []
+
+    def on_report(step: int, metrics: Mapping[str, float]) -> str:
+        seen.append((step, dict(metrics)))
+        return "too many names" if len(metrics) > 1 else ""
+
+    service = Service(on_report=on_report)
+    service.leases.offer(make_batch(1))
+    assert service.tell(b"peer0", Report(1, 1, {"loss": 0.5})) == Unknown()
+    service.join(0)
+    assert service.tell(b"peer0", Report(1, 1, {"loss": 0.5})) == Ok(1)
+    assert service.tell(b"peer0", Report(2, 1, {"a": 0.5, "b": 1.0})) == Missing(2, "too many names")
+    assert isinstance(service.tell(b"peer0", Report(3, 2, {"loss": 0.5})), Missing)
+    assert seen == [(1, {"loss": 0.5}), (1, {"a": 0.5, "b": 1.0})]
 
 
 def test_a_version_is_published_once_and_older_ones_change_nothing() -> None:

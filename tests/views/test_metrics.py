@@ -4,7 +4,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from orchestrator.dispatch.ledger import Lane, Ledger, Outcome
-from orchestrator.facts import EndpointStatus, Status
+from orchestrator.facts import EndpointStatus, ReportStatus, Status
 from orchestrator.views.metrics import render_metrics
 from tests.support.sample_status import env_status, sample_status
 
@@ -71,6 +71,15 @@ def test_the_run_is_shown() -> None:
         "minimums_waived_total": 2,
     }
     assert {name: found[one(name)] for name in expected} == expected
+
+
+def test_what_the_trainer_reports_is_shown_by_name() -> None:
+    """And whether its log-probabilities are unlike the engines'."""
+    told = ReportStatus(step=4, value=0.25, low=0.1, median=0.2, high=0.3, recent=[(4, 0.25)])
+    found = scraped(sample_status(reports={"loss": told}, mismatch="it is odd"))
+    assert found["orchestrator_trainer_reported", (("name", "loss"),)] == 0.25
+    assert found[one("logprob_mismatch_unusual")] == 1
+    assert scraped(sample_status())[one("logprob_mismatch_unusual")] == 0
 
 
 def test_every_env_is_shown() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from orchestrator.facts import EndpointStatus
+from orchestrator.facts import EndpointStatus, ReportStatus
 from orchestrator.views.progress import print_summary, render, show_progress
 from tests.support.sample_status import env_status, sample_status
 
@@ -55,6 +55,19 @@ def test_domains_that_say_nothing_new_are_not_shown(envs: dict[str, Any]) -> Non
     """A single domain, or one for each env, is what the lines of the envs say already."""
     lines = [line.split() for line in shown(sample_status(envs=envs)).splitlines() if line.strip()]
     assert [line[0] for line in lines][-1 - len(envs) : -1] == list(envs)
+
+
+def test_what_the_trainer_reports_is_shown_with_the_mismatch_first() -> None:
+    """As many as there is room for; a mismatch that is unusual is a line of its own."""
+    reports = {
+        name: ReportStatus(step=4, value=value, low=0.0, median=0.0, high=1.0, recent=[])
+        for name, value in {"a": 1.0, "b": 2.0, "c": 3.0, "d": 4.0, "logprob_mismatch": 0.0123}.items()
+    }
+    out = shown(sample_status(reports=reports, mismatch="logprob_mismatch is 4.9 at step 3"), 120)
+    assert "logprob_mismatch 0.0123" in out
+    assert "c 3" in out
+    assert "d 4" not in out
+    assert "logprob_mismatch is 4.9 at step 3" in out
 
 
 @pytest.mark.parametrize("width", [50, 80, 120])
