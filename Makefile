@@ -31,7 +31,7 @@ run: $(READY) ## run the whole loop on this machine, from the start (configs/qui
 test: $(READY) ## run the quick tests, side by side; they need no library but those in .venv
 	$(PYTEST) $(PARALLEL) -m "not slow and not adapters and not vllm" $(TEST_OPTIONS)
 
-test-adapters: $(READY) adapters ## run the tests of reasoning-gym and verifiers environments (installs 2 GB, once)
+test-adapters: $(READY) adapters ## run the tests of environments of other libraries (installs 4 GB, once)
 	$(PYTEST) -m "adapters and not vllm" --timeout 600 tests/adapters
 
 test-slow: $(READY) ## run the tests that take longer than a few seconds each

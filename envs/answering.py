@@ -71,6 +71,8 @@ class Responder:
         self._package = package_of(environment)
         self._rollout = place_of(environment.rollout)
         self.group_scored = is_group_scored(environment)
+        self.capacity: int | None = None
+        """Rollouts that the environment can run at once, if it has a limit of its own."""
 
     async def prepare(self, splits: Iterable[str]) -> dict[str, int | None]:
         """Set the environment up and count the tasks of each split; EnvironmentLoadError says what of it failed."""
@@ -78,6 +80,7 @@ class Responder:
         try:
             with seeded(self._seed, step):
                 await self._environment.setup()
+            self.capacity = self._environment.capacity
             step = "tasks"
             counts = {split: self.tasks_in(split) for split in splits}
             for split in counts:

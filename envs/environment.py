@@ -74,6 +74,11 @@ class Environment(ABC):
             or kind.rollout_group is not Environment.rollout_group
         )
 
+    @property
+    def capacity(self) -> int | None:
+        """Rollouts that it can run at once, asked when `setup` has returned; None leaves it to the configuration."""
+        return None
+
     async def setup(self) -> None:  # noqa: B027  most environments have nothing to load
         """Load what rollouts need; the server is ready only afterwards."""
 

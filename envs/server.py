@@ -155,6 +155,7 @@ class EnvServer:
             count_tasks=responder.tasks_in,
             sample_tasks=responder.samples_of,
             group_scored=responder.group_scored,
+            capacity=responder.capacity,
         )
         log.info("server.ready", tasks=counts, group_scored=responder.group_scored)
 

@@ -101,8 +101,11 @@ class Sessions:
         count_tasks: Callable[[str], int | None],
         group_scored: bool,
         sample_tasks: Callable[[str], dict[int, int]] = lambda split: {},
+        capacity: int | None = None,
     ) -> None:
-        """The environment can be used: tell everyone who waits."""
+        """The environment can be used: tell everyone who waits. `capacity` is its own limit, if it has one."""
+        if capacity is not None:
+            self._capacity = max(1, min(self._capacity, capacity))
         self._count_tasks = count_tasks
         self._sample_tasks = sample_tasks
         self._group_scored = group_scored

@@ -21,7 +21,16 @@ ROOT = Path(__file__).parent.parent
 ALLOWED_IN_ENVS = {"aiohttp", "msgspec", "numpy", "structlog", "uvloop", "yarl", "zmq"}
 """yarl comes with aiohttp; uvloop is used where it is there."""
 
-LIBRARIES_OF_ADAPTERS = {"datasets", "math_verify", "openai", "reasoning_gym", "verifiers"}
+LIBRARIES_OF_ADAPTERS = {
+    "atroposlib",
+    "datasets",
+    "inspect_ai",
+    "math_verify",
+    "openai",
+    "reasoning_gym",
+    "transformers",
+    "verifiers",
+}
 
 
 def modules(*packages: str) -> dict[str, Path]:

@@ -113,6 +113,12 @@ class Concatenated(Environment):
     def group_scored(self) -> bool:
         return any(part.environment.group_scored for part in self._parts)
 
+    @property
+    def capacity(self) -> int | None:
+        return min(
+            (part.environment.capacity for part in self._parts if part.environment.capacity), default=None
+        )
+
     def tasks(self, split: str) -> ConcatenatedTasks:
         return ConcatenatedTasks(self._parts, split)
 

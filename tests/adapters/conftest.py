@@ -10,7 +10,18 @@ from typing import Any
 
 import pytest
 
-from tests.adapters.venvs import CHECKOUT, CLASSIC, DATASET, REASONING_GYM, V1, Venv
+from tests.adapters.venvs import (
+    ATROPOS,
+    CHECKOUT,
+    CLASSIC,
+    DATASET,
+    INSPECT,
+    OPENENV,
+    REASONING_GYM,
+    TEXTARENA,
+    V1,
+    Venv,
+)
 
 HERE = Path(__file__).parent
 
@@ -55,6 +66,10 @@ class Driver:
         """What a loader can load."""
         names: list[str] = self._ask({"names": loader})["names"]
         return names
+
+    def call(self, function: str, **args: Any) -> Any:
+        """What a function of the environments' modules returns there."""
+        return self._ask({"call": function, "args": args})["returned"]
 
     def _ask(self, scenario: dict[str, Any]) -> dict[str, Any]:
         assert self._process.stdin is not None
@@ -103,7 +118,16 @@ def driver(venv: Venv) -> Iterator[Driver]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Whatever asks for a library's virtualenv is a test of `make test-adapters`; the others need nothing foreign."""
     for item in items:
-        if {"reasoning_gym", "classic", "v1", "dataset"} & set(getattr(item, "fixturenames", ())):
+        if {
+            "reasoning_gym",
+            "classic",
+            "v1",
+            "dataset",
+            "openenv",
+            "atropos",
+            "textarena",
+            "inspect_ai",
+        } & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.adapters)
 
 
@@ -131,3 +155,23 @@ def v1() -> Iterator[Driver]:
 @pytest.fixture(scope="session")
 def dataset() -> Iterator[Driver]:
     yield from driver(DATASET)
+
+
+@pytest.fixture(scope="session")
+def openenv() -> Iterator[Driver]:
+    yield from driver(OPENENV)
+
+
+@pytest.fixture(scope="session")
+def atropos() -> Iterator[Driver]:
+    yield from driver(ATROPOS)
+
+
+@pytest.fixture(scope="session")
+def textarena() -> Iterator[Driver]:
+    yield from driver(TEXTARENA)
+
+
+@pytest.fixture(scope="session")
+def inspect_ai() -> Iterator[Driver]:
+    yield from driver(INSPECT)

@@ -21,6 +21,7 @@ from envs import wire
 from envs.answering import Responder
 from envs.environment import Environment
 from envs.errors import EnvironmentLoadError
+from envs.importing import import_attribute
 from envs.inference_client import InferenceClient
 from envs.loader import find_loader, load_environment
 from envs.model import ModelSettings
@@ -40,6 +41,7 @@ class ScriptedServer:
     async def running(self) -> AsyncIterator[None]:
         app = web.Application()
         app.router.add_post("/v1/chat/completions", self._chat)
+        app.router.add_post("/v1/completions", self._complete)
         runner = web.AppRunner(app)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -53,38 +55,60 @@ class ScriptedServer:
         body = await request.json()
         self.requests.append(body)
         turn = sum(message["role"] == "assistant" for message in body["messages"])
-        reply = next(self._turns[min(turn, len(self._turns) - 1)])
-        if "status" in reply:
-            return web.json_response({"error": {"message": reply["error"]}}, status=reply["status"])
-        message = {"role": "assistant", "content": reply.get("content", "")}
-        if reply.get("tool_calls"):
-            message["tool_calls"] = [
-                {"id": f"call_{place}", "type": "function", "function": call}
-                for place, call in enumerate(reply["tool_calls"])
-            ]
-        sampled = [ord(char) for char in text_of(message)] + [END]
-        prompt = render(body["messages"])
-        return web.json_response(
-            {
-                "id": "x",
-                "object": "chat.completion",
-                "created": 0,
-                "model": body["model"],
-                "prompt_token_ids": prompt,
-                "choices": [
-                    {
-                        "index": 0,
-                        "message": message,
-                        "finish_reason": reply.get("finish_reason", "stop"),
-                        "token_ids": sampled,
-                        "logprobs": {
-                            "content": [{"token": "", "logprob": -token / 1000} for token in sampled]
-                        },
-                    }
-                ],
-                "usage": {"prompt_tokens": len(prompt), "completion_tokens": len(sampled)},
-            }
-        )
+        replies = [next(self._turns[min(turn, len(self._turns) - 1)]) for _ in range(body.get("n") or 1)]
+        await asyncio.sleep(replies[0].get("delay_s", 0.0))
+        if "status" in replies[0]:
+            return web.json_response({"error": {"message": replies[0]["error"]}}, status=replies[0]["status"])
+        choices = []
+        for reply in replies:
+            message = {"role": "assistant", "content": reply.get("content", "")}
+            if reply.get("tool_calls"):
+                message["tool_calls"] = [
+                    {"id": f"call_{place}", "type": "function", "function": call}
+                    for place, call in enumerate(reply["tool_calls"])
+                ]
+            sampled = [ord(char) for char in text_of(message)] + [END]
+            logprobs = {"content": [{"token": "", "logprob": -token / 1000} for token in sampled]}
+            choices.append({"message": message, **_sampled(reply, sampled, logprobs)})
+        return _answer("chat.completion", body, render(body["messages"]), choices)
+
+    async def _complete(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        self.requests.append(body)
+        prompt = [ord(char) for char in body["prompt"]] if isinstance(body["prompt"], str) else body["prompt"]
+        choices = []
+        for _ in range(body.get("n") or 1):
+            reply = next(self._turns[0])
+            sampled = [ord(char) for char in reply["content"]] + [END]
+            logprobs = {"token_logprobs": [-token / 1000 for token in sampled]}
+            choices.append({"text": reply["content"], **_sampled(reply, sampled, logprobs)})
+        return _answer("text_completion", body, prompt, choices)
+
+
+def _sampled(reply: Mapping[str, Any], sampled: list[int], logprobs: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "index": 0,
+        "finish_reason": reply.get("finish_reason", "stop"),
+        "token_ids": sampled,
+        "logprobs": logprobs,
+    }
+
+
+def _answer(
+    kind: str, body: Mapping[str, Any], prompt: list[int], choices: list[dict[str, Any]]
+) -> web.Response:
+    sampled = sum(len(choice["token_ids"]) for choice in choices)
+    return web.json_response(
+        {
+            "id": "x",
+            "object": kind,
+            "created": 0,
+            "model": body["model"],
+            "prompt_token_ids": prompt,
+            "choices": choices,
+            "usage": {"prompt_tokens": len(prompt), "completion_tokens": sampled, "total_tokens": 0},
+        }
+    )
 
 
 def text_of(message: Mapping[str, Any]) -> str:
@@ -113,8 +137,8 @@ async def play(scenario: Mapping[str, Any], environment: Environment) -> dict[st
         train=scenario.get("train", True),
     )
     async with server.running(), InferenceClient(limit=64) as client:
-        await environment.setup()
         try:
+            await environment.setup()
             responder = Responder(environment, client=client, env="tested")
             splits = {split: responder.tasks_in(split) for split in scenario.get("splits", ["train"])}
             requests = [
@@ -128,6 +152,7 @@ async def play(scenario: Mapping[str, Any], environment: Environment) -> dict[st
             return {
                 "tasks": splits,
                 "group_scored": responder.group_scored,
+                "capacity": environment.capacity,
                 "answers": [readable(answer.result()) for answer in answers],
                 "requests": server.requests,
             }
@@ -155,11 +180,13 @@ def answer(scenario: Mapping[str, Any]) -> dict[str, Any]:
     """Load the environment as a server does, on the main thread and before the loop, and play."""
     if "names" in scenario:
         return {"names": list(find_loader(scenario["names"]).names())}
+    if "call" in scenario:
+        return {"returned": import_attribute(scenario["call"], what="function")(**scenario["args"])}
     try:
         environment = load_environment(scenario["id"], scenario.get("args", {}))
+        return asyncio.run(play(scenario, environment))
     except EnvironmentLoadError as error:
         return {"load_error": str(error)}
-    return asyncio.run(play(scenario, environment))
 
 
 def main() -> None:

@@ -15,7 +15,17 @@ import pytest
 from orchestrator.local.server import PolicyServerSpec, serve
 from orchestrator.trainer import AsyncTrainerClient, TrainingBatch
 from tests.adapters.conftest import HERE, Driver
-from tests.adapters.venvs import ALL, CLASSIC, REASONING_GYM, V1, Venv
+from tests.adapters.venvs import (
+    ALL,
+    ATROPOS,
+    CLASSIC,
+    INSPECT,
+    OPENENV,
+    REASONING_GYM,
+    TEXTARENA,
+    V1,
+    Venv,
+)
 from tests.integration.service_fixture import Command, settings, write_config
 
 BATCH = 200
@@ -128,3 +138,45 @@ async def test_all_families_train_together_and_survive_the_loss_of_their_servers
     shares = delivered(before)
     for env in envs:
         assert shares[env["name"]] / (BATCH * STEPS) == pytest.approx(env["ratio"], abs=0.04), shares
+
+
+@pytest.mark.adapters
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+async def test_served_games_groups_and_evals_train_together_and_survive_the_loss_of_their_servers(
+    tmp_path: Path, sockets: Path
+) -> None:
+    """OpenEnv, TextArena, Atropos and Inspect: batches have their size, with sequences of all of them before and after a kill."""
+    families = {
+        "walk": (OPENENV, "openenv::openenv_tested:walk", {"max_turns": 2}),
+        "game": (TEXTARENA, "textarena::TicTacToe-v0", {}),
+        "reversing": (ATROPOS, "atropos::atropos_tested:Reversing", {}),
+        "sums": (INSPECT, "inspect::inspect_tested/sums", {"log_dir": str(tmp_path / "inspect")}),
+    }
+    envs = [
+        table(name, venv, env_id, 0.25, args=args, ready_timeout_s=600)
+        for name, (venv, env_id, args) in families.items()
+    ]
+    address = f"ipc://{sockets}/trainer"
+    async with serve(PolicyServerSpec(max_model_len=65536)) as base_url:
+        config = write_config(
+            tmp_path / "config.toml",
+            settings(
+                tmp_path / "run",
+                base_url,
+                envs,
+                batch={"size": 64, "max_buffered": 1},
+                train={"group_size": 2, "sampling": {"temperature": 1.0, "max_tokens": 8}},
+                dispatch={"max_inflight": 64, "keep_equal_rewards": True},
+                trainer={"bind": address},
+            ),
+        )
+        path = os.pathsep.join((str(HERE / "environments"), os.environ.get("PYTHONPATH", "")))
+        async with await Command.start("run", config, logs=tmp_path / "logs", PYTHONPATH=path) as command:
+            await command.wait_event("run.started")
+            async with asyncio.timeout(800):
+                before, after = await train(address, command, list(families))
+            command.send(signal.SIGTERM)
+            assert await command.wait() == 128 + signal.SIGTERM, command.errors()[-3000:]
+    assert {len(batch) for batch in before + after} == {64}
+    assert set(delivered(before)) == set(delivered(after)) == set(families)

@@ -77,7 +77,11 @@ REASONING_GYM = Venv("reasoning-gym", ("reasoning-gym>=0.1.24",))
 CLASSIC = Venv("verifiers-classic", ("verifiers>=0.2,<0.4", "reasoning-gym>=0.1.24"))
 V1 = Venv("verifiers-v1", ("verifiers>=0.4,<0.5", "uv>=0.6"))
 DATASET = Venv("dataset", ("datasets>=3", "jsonschema>=4.20", "math-verify[antlr4-13-2]>=0.7", "pyarrow>=17"))
-ALL = (REASONING_GYM, CLASSIC, V1, DATASET)
+OPENENV = Venv("openenv", ("openenv-core>=0.3,<0.4",))
+ATROPOS = Venv("atropos", ("atroposlib>=0.4,<0.5", "transformers<5"))
+TEXTARENA = Venv("textarena", ("textarena>=0.7.4,<0.8",))
+INSPECT = Venv("inspect", ("inspect-ai>=0.3.285,<0.4", "openai>=1.0"))
+ALL = (REASONING_GYM, CLASSIC, V1, DATASET, OPENENV, ATROPOS, TEXTARENA, INSPECT)
 
 
 def main() -> int:

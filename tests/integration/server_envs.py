@@ -43,6 +43,14 @@ class Quick(Environment):
         return fixed_rollout(task["index"])
 
 
+class Narrow(Quick):
+    """Can run three rollouts at once, whatever the configuration says."""
+
+    @property
+    def capacity(self) -> int | None:
+        return 3
+
+
 class Chance(Quick):
     """Its tasks come in an order that nobody seeded; a rollout says which it was."""
 

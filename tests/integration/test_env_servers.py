@@ -77,6 +77,14 @@ async def test_a_spawned_environment_is_ready_and_runs_rollouts(tmp_path: Path) 
         await until(lambda: all(stats is not None and stats.done == 8 for stats in env.stats().values()))
 
 
+async def test_an_environment_that_can_run_few_rollouts_at_once_is_sent_no_more(tmp_path: Path) -> None:
+    """Its own limit counts where it is below the configured one, and only there."""
+    async with Env(spec(tmp_path, "Narrow", capacity=8)) as env:
+        assert free_room(env) == 3
+    async with Env(spec(tmp_path, "Narrow", capacity=2)) as env:
+        assert free_room(env) == 2
+
+
 async def test_a_group_runs_side_by_side_and_is_scored_as_a_whole(tmp_path: Path) -> None:
     """The environment's score_group decides the rewards; a single rollout of such an environment is an error."""
     async with Env(spec(tmp_path, "Ranked")) as env:
