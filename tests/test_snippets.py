@@ -88,7 +88,7 @@ def test_a_piece_of_a_configuration_can_be_used(page: Path, block: str, tmp_path
     """With the files that the same page prints beside it; the strategy is tried out, domains are loaded."""
     files_of(page, tmp_path)
     venvs = tmp_path / "venvs"
-    for name in re.findall(r"/opt/venvs/(\w+)/", block):
+    for name in set(re.findall(r"/opt/venvs/(\w+)/", block)):
         (venvs / name / "bin").mkdir(parents=True, exist_ok=True)
         (venvs / name / "bin" / "python").symlink_to(sys.executable)
     values = completed(page, block.replace("/opt/venvs", str(venvs)))
