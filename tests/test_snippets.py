@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from envs.loader import LOADERS
 from orchestrator.trainer import TrainerClient
 from tests.integration.service_fixture import write_config
 from tests.support.snippets import COMMAND, blocks, free_port, run_all, sh_blocks
@@ -87,17 +88,13 @@ def test_a_piece_of_a_configuration_can_be_used(page: Path, block: str, tmp_path
     """With the files that the same page prints beside it; the strategy is tried out, domains are loaded."""
     files_of(page, tmp_path)
     venvs = tmp_path / "venvs"
-    for name in re.findall(r"/opt/venvs/(\w+)/", block):
+    for name in set(re.findall(r"/opt/venvs/(\w+)/", block)):
         (venvs / name / "bin").mkdir(parents=True, exist_ok=True)
         (venvs / name / "bin" / "python").symlink_to(sys.executable)
     values = completed(page, block.replace("/opt/venvs", str(venvs)))
     path = write_config(tmp_path / "config.toml", {**values, "http": {"port": 0}})
-    elsewhere = (
-        "reasoning_gym::",
-        "verifiers::",
-        "dataset::",
-        "my_project",
-    )  # libraries and files of a reader
+    # Libraries, servers and files that a reader has and this machine has not.
+    elsewhere = [*(f"{loader}::" for loader in LOADERS if loader != "builtin"), "my_project"]
     here = not any(name in block for name in elsewhere)
     deep = ["--deep", "--trainer.bind=tcp://127.0.0.1:0"] if here else []
     done = subprocess.run(

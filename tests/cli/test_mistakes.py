@@ -8,11 +8,12 @@ import re
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+import structlog
 
 from orchestrator.cli import main
 
@@ -186,6 +187,13 @@ bind = "tcp://127.0.0.1:PORT"
 [http]
 port = PORT
 """
+
+
+@pytest.fixture(autouse=True)
+def _log_as_before() -> Iterator[None]:
+    """A command sets logging up for its process, which here is the one of all tests."""
+    yield
+    structlog.reset_defaults()
 
 
 @pytest.fixture(autouse=True)
