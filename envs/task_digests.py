@@ -13,6 +13,7 @@ import msgspec
 
 from envs.answering import Responder
 from envs.environment import Environment
+from envs.errors import EnvironmentLoadError
 from envs.inference_client import InferenceClient
 from envs.loader import load_environment
 from envs.seeding import seeded
@@ -50,9 +51,12 @@ def main() -> int:
         with seeded(spec.seed, "load"):
             environment = load_environment(spec.id, spec.args)
         listed = asyncio.run(_listed(spec, environment))
+    except EnvironmentLoadError as error:
+        print(" ".join(str(error).split()), file=sys.stderr)  # noqa: T201  there is no log here
+        return EXIT_STARTUP
     # The environment's own code, which may raise anything; whoever asked shows it.
     except Exception as error:  # noqa: BLE001  see above
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)  # noqa: T201  there is no log here
+        print(" ".join(f"{type(error).__name__}: {error}".split()), file=sys.stderr)  # noqa: T201  there is no log here
         return EXIT_STARTUP
     print(msgspec.json.encode(listed).decode(), file=channel, flush=True)
     return 0

@@ -70,13 +70,6 @@ def build_advantage(name: str) -> AdvantageFunction:
     return function  # type: ignore[no-any-return]  # a user's function; its result is checked where it is used
 
 
-def group_rewards(pending: PendingGroup) -> Floats:
-    """Rewards of all rollouts, in the order of the results."""
-    return np.array(
-        [rollout.reward for result in pending.results for rollout in result.rollouts], dtype=np.float64
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class Seat:
     """One seat of a group: the reward that each rollout which played it earned there, and its sequences.
@@ -93,7 +86,8 @@ def seats_of(pending: PendingGroup) -> list[Seat]:
     """The seats of a group, each to be compared with itself; nearly always one."""
     rollouts = [rollout for result in pending.results for rollout in result.rollouts]
     if not any(rollout.seats or rollout.rewards for rollout in rollouts):
-        return [Seat(group_rewards(pending), [len(rollout.lengths) for rollout in rollouts])]
+        alone = np.array([rollout.reward for rollout in rollouts], dtype=np.float64)
+        return [Seat(alone, [len(rollout.lengths) for rollout in rollouts])]
     found: dict[str, tuple[list[float], list[int], list[int]]] = {}
     place = 0
     for rollout in rollouts:
@@ -116,7 +110,13 @@ def seats_of(pending: PendingGroup) -> list[Seat]:
 
 def has_variance(rewards: Floats) -> bool:
     """Whether any two rewards differ by more than rounding."""
-    return bool(rewards.max() - rewards.min() > _EPSILON)
+    lowest, highest = _ends(rewards)
+    return highest - lowest > _EPSILON
+
+
+def _ends(values: Floats) -> tuple[float, float]:
+    """The smallest and the largest; where there is a NaN, both are. A third of what `min` and `max` cost."""
+    return float(values.item(values.argmin())), float(values.item(values.argmax()))
 
 
 def build_group(
@@ -128,11 +128,14 @@ def build_group(
     rewards, advantages = np.empty(len(lengths), np.float32), np.empty(len(lengths), np.float32)
     for seat in seats:
         values = advantage(seat.rewards)
-        if values.shape != seat.rewards.shape or not np.isfinite(values).all():
+        if values.shape != seat.rewards.shape or not all(map(math.isfinite, _ends(values))):
             raise ValueError(f"the advantage function returned {values!r} for rewards {seat.rewards!r}")
         places = slice(None) if seat.places is None else seat.places
-        rewards[places] = np.repeat(seat.rewards, seat.counts)
-        advantages[places] = np.repeat(values, seat.counts)
+        earned = seat.rewards
+        if len(values) != sum(seat.counts):
+            earned, values = np.repeat(earned, seat.counts), np.repeat(values, seat.counts)
+        rewards[places] = earned
+        advantages[places] = values
     tokens, mask, logprobs = _arrays(pending.results)
     facts, names = _facts(pending, version_end)
     return Group(

@@ -24,7 +24,6 @@ from orchestrator.groups.group import Batch, Group
 from orchestrator.groups.scoring import (
     AdvantageFunction,
     build_group,
-    group_rewards,
     has_variance,
     seats_of,
 )
@@ -123,7 +122,9 @@ class TrainSink:
         if not self._same_tasks.agree(pending):
             self._reject(pending, "task_mismatch", now)
             return
-        self._facts.scored(pending.env, group_rewards(pending).tolist())
+        self._facts.scored(
+            pending.env, [rollout.reward for result in pending.results for rollout in result.rollouts]
+        )
         seats = seats_of(pending)
         if (
             not self._keep_equal_rewards

@@ -234,7 +234,10 @@ def test_a_check_of_what_is_drawn_by_chance_passes(
 def test_a_check_of_what_cannot_be_loaded_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     """With the environment's own reason."""
     assert run("try", f"{HERE}:NoSetup", "--check") == 2
-    assert capsys.readouterr().err == "error: OSError: no dataset\n"
+    said = capsys.readouterr().err
+    assert re.fullmatch(
+        r'error: setup of ".*:NoSetup" raised OSError: no dataset, at \S+:\d+ in setup\n', said
+    )
 
 
 def test_try_takes_the_split_from_the_id(endpoint: ChatEndpoint) -> None:

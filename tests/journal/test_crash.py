@@ -13,7 +13,7 @@ import pytest
 from orchestrator.errors import JournalError
 from orchestrator.groups.group import Batch
 from orchestrator.journal import JournalReader, Recovered
-from tests.support.journal_groups import batch_facts, facts, make_group
+from tests.support.journal_groups import all_facts, batch_facts, make_group
 from tests.support.journal_opening import open_journal
 from tests.support.journal_victim import ENVS, TASKS_PER_ENV
 
@@ -46,7 +46,7 @@ class Record:
     def check(self, recovered: Recovered) -> None:
         assert not recovered.damaged
         for group in recovered.groups:
-            assert facts(group) == facts(make_group(group.task.position, group.env))
+            assert all_facts(group) == all_facts(make_group(group.task.position, group.env))
         # A batch may be durable without its process having lived to say so; from now on it is known.
         for batch in recovered.batches:
             said = self.batches.setdefault(batch.step, [group.id for group in batch.groups])

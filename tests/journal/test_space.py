@@ -10,7 +10,7 @@ import pytest
 
 from orchestrator.journal.reader import JournalReader
 from orchestrator.journal.store import JournalStore
-from tests.support.journal_groups import facts, make_batch, make_group
+from tests.support.journal_groups import all_facts, facts, make_batch, make_group
 from tests.support.journal_opening import open_store
 
 SEGMENT_BYTES = 8 * 1024
@@ -64,10 +64,12 @@ def test_a_group_that_waits_for_long_does_not_keep_its_segment(tmp_path: Path) -
         store.add_group(group)
         store.commit(sync=False)
         run_steps(store, 1 + 20 * number, 20 * (number + 1))
-    live = sum(len(group.tokens) * 9 + 200 for group in waiting)
+    live = sum(len(group.tokens) * 9 + group.facts.nbytes + len(group.details) + 200 for group in waiting)
     assert payload_bytes(tmp_path) < 4 * live + 8 * SEGMENT_BYTES
     with JournalReader(tmp_path) as reader:
-        assert [facts(group) for group in reader.recover().groups] == [facts(group) for group in waiting]
+        assert [all_facts(group) for group in reader.recover().groups] == [
+            all_facts(group) for group in waiting
+        ]
     store.close()
 
 

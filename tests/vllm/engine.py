@@ -23,7 +23,7 @@ SERVE = Path(__file__).parent / "serve"
 HOME = Path(os.environ.get("VLLM_HOME", Path.home() / ".cache" / "vllm-cpu-tiny"))
 WEIGHTS = {"a": str(HOME / "model_a"), "b": str(HOME / "model_b")}
 MODEL = "tiny"
-START_TIMEOUT_S = 300.0
+START_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 30.0
 
 

@@ -19,7 +19,7 @@ from orchestrator.inference import (
     InferencePool,
     build_weight_update,
 )
-from tests.vllm.engine import MODEL, VllmEngine
+from tests.vllm.engine import MODEL, START_TIMEOUT_S, VllmEngine
 
 SAMPLING: Mapping[str, Any] = {"temperature": 1.0, "max_tokens": 48, "ignore_eos": True}
 
@@ -116,7 +116,7 @@ async def loaded(pool: InferencePool, *, limit: int, **sampling: Any) -> AsyncIt
     """A ready pool under load and watched; ends when the body does, after what is in flight has finished."""
     settings = ModelSettings(model=MODEL, sampling={**SAMPLING, **sampling})
     async with pool, InferenceClient(limit=limit, retry=RetryPolicy(max_attempts=1)) as client:
-        await pool.wait_ready(300)
+        await pool.wait_ready(START_TIMEOUT_S)
         load = Load(pool=pool, client=client, settings=settings)
         async with asyncio.TaskGroup() as group:
             watching = group.create_task(pool.run())

@@ -25,7 +25,7 @@ from orchestrator.inference import (
     WeightUpdateError,
 )
 from tests.vllm import load as vllm_load
-from tests.vllm.engine import MODEL, WEIGHTS, VllmEngine, score
+from tests.vllm.engine import MODEL, START_TIMEOUT_S, WEIGHTS, VllmEngine, score
 from tests.vllm.load import Booked, loaded
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
@@ -80,7 +80,7 @@ async def test_rollouts_carry_the_engines_tokens_and_log_probabilities(
         return rollout.sequences
 
     async with build_pool(engine) as pool, InferenceClient(limit=16) as client, asyncio.TaskGroup() as group:
-        await pool.wait_ready(300)
+        await pool.wait_ready(START_TIMEOUT_S)
         attempts = [group.create_task(attempt(client, number)) for number in range(16)]
     sampled = 0
     for sequence in [sequence for attempted in attempts for sequence in attempted.result()]:
@@ -195,7 +195,7 @@ async def test_a_killed_engine_returns_with_the_published_weights(
         assert all(isinstance(failure, RolloutFailure) and failure.retryable for failure in load.failures)
         finished = len(load.finished)
         engine.start()
-        await load.until(lambda: bool(pool.ready), seconds=300)
+        await load.until(lambda: bool(pool.ready), seconds=START_TIMEOUT_S)
         np.testing.assert_allclose(await score(http, engine, probe, "after"), expected["b"], atol=TOLERANCE)
         await load.until(lambda: len(load.finished) >= finished + 16)
         assert {booked.version for booked in load.finished[finished:]} == {2}
