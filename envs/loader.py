@@ -33,14 +33,14 @@ class Loader(Protocol):
 
 
 LOADERS: Mapping[str, str] = {
-    "atropos": "envs.adapters.atropos:LOADER",
     "builtin": "envs.loader:BUILTINS",
     "dataset": "envs.dataset.environment:LOADER",
-    "inspect": "envs.adapters.inspect_tasks:LOADER",
-    "openenv": "envs.adapters.openenv:LOADER",
     "reasoning_gym": "envs.adapters.reasoning_gym:LOADER",
-    "textarena": "envs.adapters.textarena:LOADER",
     "verifiers": "envs.adapters.verifiers:LOADER",
+    "atropos": "envs.adapters.atropos:LOADER",
+    "openenv": "envs.adapters.openenv:LOADER",
+    "textarena": "envs.adapters.textarena:LOADER",
+    "inspect": "envs.adapters.inspect_tasks:LOADER",
 }
 """Loaders by name; a loader that is not here can be given in the id as "module:attr::environment"."""
 
@@ -48,11 +48,11 @@ FAMILIES: Mapping[str, str] = {
     "builtin::<name>": "comes along; short examples that the small local policy learns",
     "dataset::<file>": "rows of JSON lines, Parquet or a Hugging Face folder, with a prompt and a scorer; no Python",
     "reasoning_gym::<dataset>": "puzzles of reasoning-gym, generated without end",
+    "verifiers::<environment>": "environments of verifiers, either generation",
+    "atropos::<module>:<Class>": "environments of Atropos, as they are",
     "openenv::<URL>": "an environment behind a running OpenEnv server; openenv::<package>.server.app:app starts one",
     "textarena::<game>": "games of TextArena: alone, by self-play, against a fixed opponent",
     "inspect::<module>/<task>": "tasks of Inspect, for evaluations and for training",
-    "atropos::<module>:<Class>": "environments of Atropos, as they are",
-    "verifiers::<environment>": "environments of verifiers, either generation",
     "<domain>::<dataset>": "a rollout function and a dataset loader, named in [domains] of the configuration",
     "module:Class": "an envs.Environment of your own, found from the working directory",
 }
