@@ -36,7 +36,7 @@ policy = Policy()  # your model; here the small one that [local] serves
 with TrainerClient("tcp://127.0.0.1:5555", rank=0, world_size=1) as trainer:
     for batch in trainer:
         experience = Experience()
-        for sequence in batch.sequences:  # numpy arrays, and .reward, .env, .group_id
+        for sequence in batch.sequences:  # numpy arrays, and .reward, .env, .seat, …
             experience.add(sequence.tokens, sequence.mask, sequence.logprobs, sequence.advantages)
         policy.learn(experience, learning_rate=2.5)
         weights = policy.save(Path("ckpt", f"step_{batch.step}").resolve())
