@@ -10,8 +10,9 @@
         │ durable first                                                              ▼
       journal        facts ──▶ views (display, metrics, HTTP)    inference ───▶ inference servers
 
-`service` reads start → serve → finish; `driver` drives the run with asyncio, `wiring` joins shells to it, `blueprint`
-goes from configuration to arguments, `health` watches the process, `evaluate` runs evaluations alone.
+`service` reads start → serve → finish; `driver` drives the run with asyncio, `wiring` joins shells to it, the
+blueprints go from configuration to arguments, `health` watches the process. `evaluate` runs evaluations alone,
+`embedded` a run inside somebody's program, `rollouts` single ones; `deep_check` tries everything and starts no run.
 
 Invariants: every dispatched rollout ends as exactly one outcome in the ledger. A batch has exactly the asked size and
 every minimum that holds. A batch is offered only when it is on disk, and asking again gives the same bytes; a group is

@@ -26,7 +26,7 @@ from orchestrator.config import Config
 from orchestrator.env_servers.env import Env
 from orchestrator.errors import ConfigError, EnvError
 from orchestrator.inference import EngineApi, EngineError, EngineRefusedError
-from orchestrator.service import blueprint
+from orchestrator.service import blueprint, env_blueprint, inference_blueprint
 
 ANSWER_S = 5.0
 """How long a server that should be running may take to answer."""
@@ -72,12 +72,12 @@ def _buildable(config: Config) -> Iterator[Env]:
     """The environments without those whose faults are known already."""
     for section in config.train.env:
         with contextlib.suppress(ConfigError):
-            blueprint.verify_env(config, section, train=True)
-            yield blueprint.build_train_env(config, section)
+            env_blueprint.verify_env(config, section, train=True)
+            yield env_blueprint.build_train_env(config, section)
     for evaluated in config.eval.env:
         with contextlib.suppress(ConfigError):
-            blueprint.verify_env(config, evaluated, train=False)
-            yield blueprint.build_eval_env(config, evaluated)
+            env_blueprint.verify_env(config, evaluated, train=False)
+            yield env_blueprint.build_eval_env(config, evaluated)
 
 
 async def _try_env(env: Env, folder: Path) -> EnvReport | str:
@@ -142,7 +142,7 @@ async def _ask_engine(config: Config, base_url: str, found: Findings) -> None:
                     )
                     return
                 api = EngineApi(url, url.removesuffix("/v1"), session, check_timeout_s=ANSWER_S)
-                await blueprint.build_sampling_check(config, timeout_s=SAMPLE_S).check(api)
+                await inference_blueprint.build_sampling_check(config, timeout_s=SAMPLE_S).check(api)
                 return
             if status in (401, 403):
                 found.problems.append(

@@ -19,7 +19,7 @@ from envs.logs import log_to
 from orchestrator.config import Config, find_warnings, resolve_config
 from orchestrator.errors import ConfigError, OrchestratorError
 from orchestrator.facts import Status
-from orchestrator.service import blueprint
+from orchestrator.service import blueprint, secrets
 from orchestrator.service.log_file import note, open_log
 from orchestrator.service.service import Service, start_service
 from orchestrator.trainer.batch import TrainingBatch
@@ -154,7 +154,7 @@ async def running(
     link = InsideLink()
     with _own_log(resolved):
         async with start_service(resolved, fresh=fresh, link=link) as service:
-            client = InsideClient(link, token=blueprint.trainer_token(resolved))
+            client = InsideClient(link, token=secrets.trainer_token(resolved))
             serving = asyncio.create_task(service.serve())  # noqa: TID251  ended and awaited below
             run = EmbeddedRun(service, client, serving)
             try:

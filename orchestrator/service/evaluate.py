@@ -20,7 +20,7 @@ from orchestrator.env_servers.env import side_by_side
 from orchestrator.errors import ConfigError
 from orchestrator.local.children import LocalChildren
 from orchestrator.run.build import build_evaluation
-from orchestrator.service import blueprint
+from orchestrator.service import blueprint, env_blueprint, inference_blueprint
 from orchestrator.service.driver import Driver
 
 
@@ -41,11 +41,11 @@ async def evaluate(config: Config, *, as_json: bool) -> int:
 async def _evaluate(config: Config) -> list[dict[str, Any]]:
     async with AsyncExitStack() as stack:
         children = await stack.enter_async_context(LocalChildren(config.run_dir))
-        urls = blueprint.inference_urls(config, children)
+        urls = inference_blueprint.inference_urls(config, children)
         pool = await stack.enter_async_context(
-            blueprint.build_pool(config, urls, version=0, weights_path=None, train=False)
+            inference_blueprint.build_pool(config, urls, version=0, weights_path=None, train=False)
         )
-        envs = blueprint.build_eval_envs(config)
+        envs = env_blueprint.build_eval_envs(config)
         stack.push_async_callback(envs.shutdown)
         await envs.spawn()
         await side_by_side([envs.connect(), pool.wait_ready(config.inference.ready_timeout_s)])

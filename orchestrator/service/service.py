@@ -31,7 +31,7 @@ from orchestrator.run.build import build_run
 from orchestrator.run.resume import JournaledWeights, resume
 from orchestrator.run.run import Run, RunState
 from orchestrator.run.status import build_summary, diagnose
-from orchestrator.service import blueprint
+from orchestrator.service import blueprint, env_blueprint, inference_blueprint, secrets
 from orchestrator.service.driver import Driver
 from orchestrator.service.front import Front
 from orchestrator.service.health import Watchdog
@@ -224,7 +224,7 @@ async def start_service(
         # Addresses in use are found before anything is started, and the status can be asked for from here on.
         http_address = await _serve_http(config, stack, front)
         link = link or open_link(
-            blueprint.trainer_address(config), keys=blueprint.trainer_keys(config), probe_s=PROBE_S
+            blueprint.trainer_address(config), keys=secrets.trainer_keys(config), probe_s=PROBE_S
         )
         stack.push_async_callback(link.aclose)
         _write_json(
@@ -237,18 +237,18 @@ async def start_service(
             config.trainer.world_size,
         )
         weights = JournaledWeights(recovered.state)
-        weights.begin_with(blueprint.initial_path(config) if weights.begins else None)
+        weights.begin_with(inference_blueprint.initial_path(config) if weights.begins else None)
         children = await stack.enter_async_context(LocalChildren(config.run_dir))
         pool = await stack.enter_async_context(
-            blueprint.build_pool(
+            inference_blueprint.build_pool(
                 config,
-                blueprint.inference_urls(config, children),
+                inference_blueprint.inference_urls(config, children),
                 version=weights.loaded,
                 weights_path=weights.loaded_path,
                 train=True,
             )
         )
-        train, evals = blueprint.build_train_envs(config), blueprint.build_eval_envs(config)
+        train, evals = env_blueprint.build_train_envs(config), env_blueprint.build_eval_envs(config)
         stack.push_async_callback(lambda: side_by_side([train.shutdown(), evals.shutdown()]))
         await train.spawn()
         await evals.spawn()
@@ -298,7 +298,7 @@ async def start_service(
                 address=server.address,
                 learning_rate=config.local.learning_rate,
                 world_size=config.trainer.world_size,
-                token=blueprint.trainer_token(config),
+                token=secrets.trainer_token(config),
             )
         yield Service(
             config=config,
@@ -359,7 +359,7 @@ async def _serve_http(config: Config, stack: AsyncExitStack, front: Front) -> st
     """Serve from the very start, so that a port in use is found at once."""
     if not config.http.enabled:
         return None
-    token = blueprint.read_variable("http.token_env", config.http.token_env)
+    token = secrets.read_variable("http.token_env", config.http.token_env)
     app = build_app(status=front.status, metrics=front.metrics, token=token)
     return await stack.enter_async_context(serve_http(app, host=config.http.host, port=config.http.port))
 

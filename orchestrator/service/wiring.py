@@ -15,7 +15,7 @@ from orchestrator.groups.group import Batch
 from orchestrator.inference import InferencePool
 from orchestrator.journal import Journal, Recovered, changed_tasks, differences, notices
 from orchestrator.run.run import Run
-from orchestrator.service import blueprint
+from orchestrator.service import blueprint, secrets
 from orchestrator.service.driver import Driver
 from orchestrator.service.weights import WeightLoader
 from orchestrator.trainer_link.server import BatchServer, Link
@@ -126,7 +126,7 @@ def build_batch_server(
     world_size = config.trainer.world_size
     return BatchServer(
         link=link,
-        token=blueprint.trainer_token(config),
+        token=secrets.trainer_token(config),
         world_size=world_size,
         run=journal.run_id,
         keep=config.trainer.keep_batches,

@@ -12,7 +12,7 @@ from envs.model import Model, ModelSettings
 from envs.rollout import Rollout
 from orchestrator.config import Config
 from orchestrator.errors import ConfigError
-from orchestrator.service import blueprint
+from orchestrator.service import env_blueprint
 from tests.adapters.test_domains import HERE, Yes
 
 DOMAINS: dict[str, Any] = {"math": {"rollout": f"{HERE}:solve", "dataset": f"{HERE}:problems"}}
@@ -25,7 +25,7 @@ def config(ids: list[str], domains: dict[str, Any] = DOMAINS, **env: Any) -> Con
 
 def built(ids: list[str], **args: Any) -> Environment:
     """Load a list of ids as an env server does that got it from the service."""
-    spec = blueprint.build_train_envs(config(ids, args=args))["mixed"].spec
+    spec = env_blueprint.build_train_envs(config(ids, args=args))["mixed"].spec
     assert spec.split == "train"
     return load_environment(spec.id, spec.args)
 
@@ -88,12 +88,12 @@ def test_prompts_that_differ_must_be_settled() -> None:
     domains = {**DOMAINS, "code": {**DOMAINS["math"], "system_prompt": "Write code."}}
     ids = ["math::gsm", "code::mbpp"]
     with pytest.raises(ConfigError, match="different system prompts"):
-        blueprint.build_train_envs(config(ids, domains))
-    made = blueprint.build_train_envs(config(ids, domains, system_prompt="Think."))
+        env_blueprint.build_train_envs(config(ids, domains))
+    made = env_blueprint.build_train_envs(config(ids, domains, system_prompt="Think."))
     assert made["mixed"].spec.system_prompt == "Think."
 
 
 def test_a_mistake_in_one_id_is_told_with_the_env() -> None:
     """Each id of a list is checked like a single one."""
     with pytest.raises(ConfigError, match='env "mixed": environment id "maths::gsm": there is no domain'):
-        blueprint.build_train_envs(config(["math::gsm", "maths::gsm"]))
+        env_blueprint.build_train_envs(config(["math::gsm", "maths::gsm"]))

@@ -14,7 +14,7 @@ from orchestrator.inference import NEUTRAL
 from orchestrator.journal import EnvIdentity, digest_of
 from orchestrator.run.build import build_buffer
 from orchestrator.run.settings import RunSettings
-from orchestrator.service import blueprint
+from orchestrator.service import blueprint, env_blueprint, secrets
 from orchestrator.simulate.world import Behaviour, World
 
 
@@ -33,7 +33,7 @@ def test_settings_of_an_env_override_those_of_its_table() -> None:
             "env": [{"id": "reverse", "ratio": 1.0, "group_size": 4, "sampling": {"max_tokens": 99}}],
         }
     )
-    env = blueprint.build_train_envs(made)["reverse"]
+    env = env_blueprint.build_train_envs(made)["reverse"]
     assert env.spec.sampling == {**NEUTRAL, "temperature": 1.0, "max_tokens": 99}
     assert env.settings.group_size == 4
 
@@ -46,12 +46,15 @@ def test_a_table_in_the_sampling_is_merged_into_the_shared_one() -> None:
         train={"sampling": shared, "env": [{"id": "reverse", "ratio": 1.0, "sampling": own}]},
         eval={"sampling": shared, "env": [{"id": "reverse", "sampling": {"extra_body": 5}}]},
     )
-    assert blueprint.build_train_envs(made)["reverse"].spec.sampling == {
+    assert env_blueprint.build_train_envs(made)["reverse"].spec.sampling == {
         **NEUTRAL,
         "extra_body": {"a": 1, "b": 2, "deep": {"x": 1, "y": 3}},
         "stop": ["b"],
     }
-    assert blueprint.build_eval_envs(made)["eval-reverse"].spec.sampling == {"extra_body": 5, "stop": ["a"]}
+    assert env_blueprint.build_eval_envs(made)["eval-reverse"].spec.sampling == {
+        "extra_body": 5,
+        "stop": ["a"],
+    }
     assert made.train.sampling == shared
 
 
@@ -63,12 +66,12 @@ def test_training_samples_neutrally_unless_told_otherwise() -> None:
     }
     made = config(train=tables, eval=tables)
     expected = {**NEUTRAL, "top_k": 20, "max_tokens": 5, "min_p": 0.1}
-    assert blueprint.build_train_envs(made)["reverse"].spec.sampling == expected
+    assert env_blueprint.build_train_envs(made)["reverse"].spec.sampling == expected
     assert expected["temperature"] == expected["top_p"] == expected["repetition_penalty"] == 1.0
     own = {"top_k": 20, "max_tokens": 5, "min_p": 0.1}
-    assert blueprint.build_eval_envs(made)["eval-reverse"].spec.sampling == own
+    assert env_blueprint.build_eval_envs(made)["eval-reverse"].spec.sampling == own
     made = config(train={**tables, "neutral_sampling": False})
-    assert blueprint.build_train_envs(made)["reverse"].spec.sampling == own
+    assert env_blueprint.build_train_envs(made)["reverse"].spec.sampling == own
 
 
 def test_the_split_of_an_id_is_used_and_evals_default_to_their_own() -> None:
@@ -77,8 +80,8 @@ def test_the_split_of_an_id_is_used_and_evals_default_to_their_own() -> None:
         train={"env": [{"id": "reverse@hard", "ratio": 1.0}]},
         eval={"env": [{"id": "reverse"}]},
     )
-    assert blueprint.build_train_envs(made)["reverse@hard"].spec.split == "hard"
-    assert blueprint.build_eval_envs(made)["eval-reverse"].spec.split == "eval"
+    assert env_blueprint.build_train_envs(made)["reverse@hard"].spec.split == "hard"
+    assert env_blueprint.build_eval_envs(made)["eval-reverse"].spec.split == "eval"
 
 
 def test_env_servers_do_not_get_the_secrets_of_the_service(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,14 +102,14 @@ def test_env_servers_do_not_get_the_secrets_of_the_service(monkeypatch: pytest.M
         eval={"env": [{"id": "reverse", "addresses": ["tcp://10.0.0.7:7000"], **keys}]},
     )
     expected = {"HTTP_TOKEN", "TRAINER_TOKEN", "TRAINER_KEY", "RANK_KEY", "SERVER_KEY", "LINK_KEY"}
-    assert blueprint.build_train_envs(made)["reverse"].spec.withheld == expected
-    assert blueprint.own_secrets(config(http={"token_env": "K"}, inference={"api_key_env": "K"})) == set()
+    assert env_blueprint.build_train_envs(made)["reverse"].spec.withheld == expected
+    assert secrets.own_secrets(config(http={"token_env": "K"}, inference={"api_key_env": "K"})) == set()
 
 
 def test_a_server_has_room_for_a_whole_group() -> None:
     """Else a group-scored env could never start one."""
     made = config(train={"group_size": 64, "env": [{"id": "agree", "ratio": 1.0, "capacity": 8}]})
-    assert blueprint.build_train_envs(made)["agree"].spec.capacity == 64
+    assert env_blueprint.build_train_envs(made)["agree"].spec.capacity == 64
 
 
 def test_a_domain_is_an_environment_without_a_class() -> None:
@@ -121,7 +124,7 @@ def test_a_domain_is_an_environment_without_a_class() -> None:
             ]
         },
     )
-    envs = blueprint.build_train_envs(made)
+    envs = env_blueprint.build_train_envs(made)
     assert envs["a"].spec.id.endswith("::math::gsm8k@hard")
     assert envs["a"].spec.args == {"rollout": "pkg:solve", "dataset": "pkg:load", "args": {"limit": 3}}
     assert (envs["a"].spec.split, envs["b"].spec.split) == ("hard", "train")
@@ -133,7 +136,7 @@ def test_an_unknown_domain_is_an_error_that_names_the_nearest() -> None:
     domains = {"math": {"rollout": "pkg:solve", "dataset": "pkg:load"}}
     made = config(domains=domains, train={"env": [{"id": "maths::gsm8k", "ratio": 1.0}]})
     with pytest.raises(ConfigError, match=r'no domain or loader "maths".*math'):
-        blueprint.build_train_envs(made)
+        env_blueprint.build_train_envs(made)
 
 
 def test_the_trainer_finds_its_batches_where_the_configuration_says(tmp_path: Path) -> None:
@@ -149,12 +152,12 @@ def test_keys_are_read_from_files_and_their_absence_is_named(tmp_path: Path) -> 
     """The secret never shows in the message."""
     public, secret = write_pair(tmp_path, "service")
     made = config(trainer={"secret_key_file": str(secret), "trainer_key_files": [str(public)]})
-    keys = blueprint.trainer_keys(made)
+    keys = secrets.trainer_keys(made)
     assert keys is not None
     assert keys.clients == (public.read_text().strip(),)
-    assert blueprint.trainer_keys(config()) is None
+    assert secrets.trainer_keys(config()) is None
     with pytest.raises(ConfigError, match=r"trainer: cannot read the CURVE key .*nowhere"):
-        blueprint.trainer_keys(config(trainer={"secret_key_file": str(tmp_path / "nowhere")}))
+        secrets.trainer_keys(config(trainer={"secret_key_file": str(tmp_path / "nowhere")}))
     lonely = config(
         train={
             "env": [
@@ -168,7 +171,7 @@ def test_keys_are_read_from_files_and_their_absence_is_named(tmp_path: Path) -> 
         }
     )
     with pytest.raises(ConfigError, match="needs secret_key_file"):
-        blueprint.build_train_envs(lonely)
+        env_blueprint.build_train_envs(lonely)
 
 
 @pytest.fixture
@@ -179,7 +182,9 @@ def connected(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def settings_of(made: Config) -> RunSettings:
-    return blueprint.build_settings(made, blueprint.build_train_envs(made), blueprint.build_eval_envs(made))
+    return blueprint.build_settings(
+        made, env_blueprint.build_train_envs(made), env_blueprint.build_eval_envs(made)
+    )
 
 
 @pytest.mark.usefixtures("connected")
@@ -230,7 +235,7 @@ def test_the_identity_of_a_run_is_what_decides_its_tasks() -> None:
             ]
         },
     )
-    identity = blueprint.build_identity(made, blueprint.build_train_envs(made))
+    identity = blueprint.build_identity(made, env_blueprint.build_train_envs(made))
     assert identity.seed == 7
     assert identity.envs["a"] == EnvIdentity("reverse", "hard", 100, digest_of({"length": 3}), {"0": 5})
     assert identity.envs["b"].id == "reverse, agree"
