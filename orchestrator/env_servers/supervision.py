@@ -197,7 +197,7 @@ class ServerSlot:
         life.open_link()
         milestones: list[asyncio.Future[Any]] = [life.ready, life.ended]
         await asyncio.wait(milestones, timeout=self._wait_s(life), return_when=asyncio.FIRST_COMPLETED)
-        if life.ready.done() and not life.ended.done():
+        if life.ready.done():  # and perhaps lost again already, which `run` sees to
             log.info("env.ready", env=self.env, server=self.name, tasks=life.ready.result().tasks)
             return life.ready.result()
         if life.refusal is not None:

@@ -7,6 +7,7 @@ that cannot be installed leaves the reason behind, which its tests report as the
 import subprocess
 import sys
 import venv
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -85,9 +86,9 @@ ALL = (REASONING_GYM, CLASSIC, V1, DATASET, OPENENV, ATROPOS, TEXTARENA, INSPECT
 
 
 def main() -> int:
-    """Make all; the ones that fail are the tests' to report."""
-    for each in ALL:
-        each.make()
+    """Make all, a few side by side since they mostly download; the ones that fail are the tests' to report."""
+    with ThreadPoolExecutor(max_workers=4) as makers:
+        list(makers.map(Venv.make, ALL))
     return 0
 
 
