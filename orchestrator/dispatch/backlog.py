@@ -44,16 +44,22 @@ class Backlog:
         self._beyond: Mapping[str, int] | None = None
 
     def levels(self) -> Iterator[Level]:
-        """From the oldest version on; each names the work of the ones before it too."""
+        """From the oldest version on; each names the work of the ones before it too, until the next is asked for."""
         has: dict[str, int] = {}
         beyond: dict[str, int] = {}
+        total = 0
         for version in sorted(self._by_version):
             left = max(0, self._left(version))
-            for env, size in self._by_version[version]:
+            here = self._by_version[version]
+            for env, size in here:
                 has[env] = has.get(env, 0) + size
-            for env, size in has.items():
-                beyond[env] = max(beyond.get(env, 0), size - left * self._minimums.get(env, 0))
-            yield Level(version, dict(beyond), sum(beyond.values()) - left * self._common)
+            # Of the others only those with a minimum can have come to need more.
+            for env in {env for env, _ in here} | (self._minimums.keys() & has.keys()):
+                before, needs = beyond.get(env, 0), has[env] - left * self._minimums.get(env, 0)
+                if needs > before:
+                    beyond[env] = needs
+                    total += needs - before
+            yield Level(version, beyond, total - left * self._common)
 
     @property
     def holds(self) -> bool:
@@ -69,7 +75,9 @@ class Backlog:
         if left < 1:
             return False
         if self._beyond is None:
-            self._beyond = next((level.beyond for level in reversed(list(self.levels()))), {})
+            self._beyond = {}
+            for level in self.levels():
+                self._beyond = level.beyond
         before = self._beyond
 
         def need(name: str, more: int) -> int:
