@@ -167,6 +167,7 @@ class InspectEnvironment(Environment):
     async def close(self) -> None:
         self._feed.close()
         if self._eval is not None:
+            # What ended it was told to the rollouts that it took along.
             with contextlib.suppress(Exception):
                 await self._eval
 

@@ -12,6 +12,7 @@ from envs.errors import EnvironmentLoadError
 from envs.loader import load_environment
 from envs.model import Model, ModelSettings
 from envs.rollout import Rollout
+from tests.support.chat_only import ChatOnly
 
 HERE = "tests.adapters.test_domains"
 MATH = Domain(rollout=f"{HERE}:solve", dataset=f"{HERE}:problems", system_prompt="Think.")
@@ -32,11 +33,8 @@ def plain(task: Task, model: Model) -> None:
     """Not a coroutine function."""
 
 
-class Yes:
+class Yes(ChatOnly):
     """A chat client that always answers yes."""
-
-    async def complete(self, base_url: str, body: bytes, headers: Any) -> bytes:
-        raise NotImplementedError
 
     async def chat(self, base_url: str, body: bytes, headers: Any) -> bytes:
         message = {"role": "assistant", "content": "yes"}

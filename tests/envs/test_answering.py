@@ -11,16 +11,14 @@ import pytest
 from envs import Environment, Model, ModelSettings, Rollout, RolloutFailure, Task, Tasks, wire
 from envs.answering import Responder
 from tests.support.chat_endpoint import completion
+from tests.support.chat_only import ChatOnly
 
 
-class Client:
+class Client(ChatOnly):
     """Answers every chat alike."""
 
     async def chat(self, base_url: str, body: bytes, headers: Mapping[str, str]) -> bytes:
         return msgspec.json.encode(completion("yes"))
-
-    async def complete(self, base_url: str, body: bytes, headers: Mapping[str, str]) -> bytes:
-        raise NotImplementedError
 
 
 class Shuffled(Environment):

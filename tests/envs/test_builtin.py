@@ -22,6 +22,7 @@ from envs.builtin.lookup import Lookup
 from envs.builtin.reverse import Reverse
 from envs.loader import load_environment
 from orchestrator.local.tokenizer import END, apply_chat_template, encode
+from tests.support.chat_only import ChatOnly
 
 INSTANT: dict[str, Environment] = {
     "reverse": Reverse(),
@@ -33,15 +34,12 @@ INSTANT: dict[str, Environment] = {
 }
 
 
-class Script:
+class Script(ChatOnly):
     """A `ChatClient` that gives prepared answers and keeps the conversations it was asked about."""
 
     def __init__(self, *answers: str) -> None:
         self._answers = list(answers)
         self.asked: list[list[dict[str, Any]]] = []
-
-    async def complete(self, base_url: str, body: bytes, headers: Mapping[str, str]) -> bytes:
-        raise NotImplementedError
 
     async def chat(self, base_url: str, body: bytes, headers: Mapping[str, str]) -> bytes:
         messages = msgspec.json.decode(body)["messages"]

@@ -14,6 +14,7 @@ from envs.dataset import read_rows
 from envs.dataset.splits import share_out
 from envs.dataset.template import Template, TemplateError
 from envs.loader import load_environment
+from tests.support.chat_only import ChatOnly
 
 ROWS: list[dict[str, Any]] = [
     {"question": "1 + 1?", "answer": "2", "kind": "easy"},
@@ -22,15 +23,12 @@ ROWS: list[dict[str, Any]] = [
 ]
 
 
-class Script:
+class Script(ChatOnly):
     """A `ChatClient` that gives prepared answers and keeps what it was asked."""
 
     def __init__(self, *answers: str | dict[str, Any]) -> None:
         self._answers = list(answers)
         self.asked: list[dict[str, Any]] = []
-
-    async def complete(self, base_url: str, body: bytes, headers: Mapping[str, str]) -> bytes:
-        raise NotImplementedError
 
     async def chat(self, base_url: str, body: bytes, headers: Mapping[str, str]) -> bytes:
         self.asked.append(msgspec.json.decode(body))

@@ -208,7 +208,7 @@ class RollsAtOnce(Plain):
     """Forgot "async"."""
 
     def rollout(self, task: Task, model: Model) -> Rollout:  # type: ignore[override]
-        raise NotImplementedError
+        raise AssertionError("it is refused before anybody calls it")
 
 
 class ScoresAtOnce(Plain):

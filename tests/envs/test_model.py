@@ -12,6 +12,7 @@ from envs import FailureKind, Model, ModelSettings, RolloutFailure
 from envs.completion import decode_completion, read_turn
 from envs.inference_client import InferenceClient, RetryPolicy
 from tests.support.chat_endpoint import ChatEndpoint, chat_endpoint, completion, status, text_completion
+from tests.support.chat_only import ChatOnly
 
 USER = {"role": "user", "content": "hi"}
 
@@ -502,14 +503,11 @@ def test_an_answer_that_is_no_completion_is_a_bad_response(body: bytes) -> None:
     assert "http://e/v1" in caught.value.message
 
 
-class OneAnswer:
+class OneAnswer(ChatOnly):
     """A client that answers with the same bytes."""
 
     def __init__(self, body: bytes) -> None:
         self.body = body
-
-    async def complete(self, base_url: str, body: bytes, headers: Any) -> bytes:
-        raise NotImplementedError
 
     async def chat(self, base_url: str, body: bytes, headers: Any) -> bytes:
         return self.body

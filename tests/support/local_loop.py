@@ -10,20 +10,18 @@ from envs import Environment, Model, ModelSettings, Rollout, Task
 from orchestrator.local.engine import Engine
 from orchestrator.local.policy import Experience, Policy
 from orchestrator.local.server import PolicyServer, PolicyServerSpec
+from tests.support.chat_only import ChatOnly
 
 GROUP_SIZE = 8
 SAMPLING = {"temperature": 1.0, "max_tokens": 4}
 
 
 @dataclass
-class DirectClient:
+class DirectClient(ChatOnly):
     """A `ChatClient` that calls the server's code instead of its port, and keeps the bodies it sent."""
 
     server: PolicyServer
     bodies: list[bytes] = field(default_factory=list)
-
-    async def complete(self, base_url: str, body: bytes, headers: Mapping[str, str]) -> bytes:
-        raise NotImplementedError
 
     async def chat(self, base_url: str, body: bytes, headers: Mapping[str, str]) -> bytes:
         self.bodies.append(body)

@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from orchestrator.groups import group as group_module
 from orchestrator.groups.group import Batch, Group
+from orchestrator.trainer import batch as batch_module
 from orchestrator.trainer.batch import TrainingBatch, decode_batch
 from orchestrator.trainer.protocol import ProtocolError
 from orchestrator.trainer_link.encoding import encode_batch
@@ -100,6 +102,12 @@ def test_the_ranks_together_have_every_sequence_once_and_unchanged(sizes: list[i
             )
             got.append((sequence.group_id, *(array.tobytes() for array in arrays), *values))
     assert sorted(got) == sorted(expected)
+
+
+def test_the_service_and_the_trainer_mean_the_same_by_the_facts_of_a_sequence() -> None:
+    """Written twice, because a trainer imports nothing of the service: the layout, and what its numbers refer to."""
+    assert group_module.FACTS == batch_module.FACTS
+    assert group_module.Details.__struct_fields__ == batch_module.Details.__struct_fields__
 
 
 def test_encoding_twice_gives_the_same_bytes() -> None:
