@@ -16,11 +16,11 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 
 from envs.importing import look_beside
 from orchestrator.config.checks import find_problems, find_warnings
+from orchestrator.config.env_sections import DomainConfig, EvalConfig, TrainConfig
+from orchestrator.config.section import Truthless
 from orchestrator.config.sections import (
     BatchConfig,
     DispatchConfig,
-    DomainConfig,
-    EvalConfig,
     HttpConfig,
     InferenceConfig,
     JournalConfig,
@@ -29,9 +29,7 @@ from orchestrator.config.sections import (
     MixConfig,
     ModelConfig,
     StalenessConfig,
-    TrainConfig,
     TrainerConfig,
-    Truthless,
 )
 from orchestrator.config.shapes import Problem, find_misshapen, shown
 from orchestrator.config.sources import ENV_PREFIX, Sources, read_toml

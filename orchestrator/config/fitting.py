@@ -16,7 +16,8 @@ from orchestrator.buffer.minimums import BatchMinimums, achievable_minimums, rea
 from orchestrator.buffer.quotas import apportion
 from orchestrator.buffer.subset_sum import meets, window
 from orchestrator.config.domains import raw_domain_of, raw_targets
-from orchestrator.config.sections import MOST_SEQUENCES, BatchConfig, TrainConfig
+from orchestrator.config.env_sections import TrainConfig
+from orchestrator.config.sections import MOST_SEQUENCES, BatchConfig
 from orchestrator.config.shapes import Problem
 from orchestrator.mix.strategy import MixError
 from orchestrator.mix.targets import EnvShare, mix_targets

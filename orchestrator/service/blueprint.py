@@ -14,8 +14,8 @@ from envs.loader import parse_id
 from orchestrator.buffer.minimums import BatchMinimums
 from orchestrator.config import Config
 from orchestrator.config.domains import domain_of
+from orchestrator.config.env_sections import EnvSection
 from orchestrator.config.fitting import batch_minimums
-from orchestrator.config.sections import EnvSection
 from orchestrator.dispatch.ports import Rules
 from orchestrator.env_servers.env import (
     EvalEnvs,

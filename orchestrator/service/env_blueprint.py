@@ -12,7 +12,7 @@ from envs.errors import EnvironmentLoadError
 from envs.importing import nearest
 from envs.loader import LOADERS, parse_id
 from orchestrator.config import Config
-from orchestrator.config.sections import EnvSection, EvalEnvSection, TrainEnvSection
+from orchestrator.config.env_sections import EnvSection, EvalEnvSection, TrainEnvSection
 from orchestrator.env_servers.env import (
     EnvSpec,
     EvalEnv,

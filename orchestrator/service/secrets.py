@@ -4,7 +4,7 @@ import os
 
 from envs.curve import KeyFileError, ServerKeys, read_key, read_pair
 from orchestrator.config import Config
-from orchestrator.config.sections import EnvSection
+from orchestrator.config.env_sections import EnvSection
 from orchestrator.errors import ConfigError
 
 

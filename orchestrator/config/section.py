@@ -1,0 +1,33 @@
+"""What every table of a configuration file is: closed, unchangeable, and strict about numbers."""
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
+
+Share = Annotated[float, Field(ge=0, le=1)]
+Positive = Annotated[int, Field(ge=1)]
+Seconds = Annotated[float, Field(gt=0)]
+
+
+class Truthless(BaseModel):
+    """Takes no true or false where a number is meant; to Python they are 1 and 0."""
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_truth_as_number(cls, value: Any, info: ValidationInfo) -> Any:
+        field = cls.model_fields[info.field_name] if info.field_name else None
+        if isinstance(value, bool) and field is not None and _is_number(field.annotation):
+            raise PydanticCustomError("not_a_number", "Input should be a number")
+        return value
+
+
+def _is_number(annotation: Any) -> bool:
+    parts = (annotation, *getattr(annotation, "__args__", ()))
+    return bool not in parts and (int in parts or float in parts or any(map(_is_number, parts[1:])))
+
+
+class Section(Truthless):
+    """A TOML table: unknown keys are errors, values never change, numbers are finite."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
