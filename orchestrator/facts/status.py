@@ -125,6 +125,12 @@ class Status(msgspec.Struct):
     mismatch: str = ""
     failure_reasons: dict[str, str] = {}
     """What the last one of `failures` said, under the same name."""
+    idle_s: float = 0.0
+    """Since a rollout last ended or a batch was formed."""
+    max_versions: int = 0
+    """How many versions old a sequence may be when it is trained on."""
+    disk_free_bytes: int | None = None
+    """Of the disk that has the run directory, as far as it is known."""
 
 
 def status_without_run(

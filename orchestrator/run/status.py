@@ -19,6 +19,7 @@ def build_status(
     now: float,
     *,
     loop_lag_p99_s: float = 0.0,
+    disk_free_bytes: int | None = None,
     waits: Sequence[Wait] = (),
     notes: Sequence[str] = (),
 ) -> Status:
@@ -80,6 +81,9 @@ def build_status(
             for name, told in facts.reports.names.items()
         },
         mismatch=facts.reports.trouble,
+        idle_s=max(0.0, now - run.progressed),
+        max_versions=run.settings.max_versions,
+        disk_free_bytes=disk_free_bytes,
     )
 
 

@@ -10,7 +10,7 @@ from orchestrator.inference import InferencePool
 from orchestrator.run.run import Run
 from orchestrator.run.status import build_status
 from orchestrator.service.driver import Driver
-from orchestrator.service.health import LoopLag
+from orchestrator.service.health import DiskSpace, LoopLag
 from orchestrator.trainer_link.server import BatchServer
 from orchestrator.views.metrics import render_metrics
 
@@ -28,6 +28,7 @@ class Front:
     ) -> None:
         """`notes`: what the configuration does that people should know."""
         self.lag = LoopLag()
+        self.disk = DiskSpace()
         self._notes = notes
         self._max_steps = max_steps
         self._batch_size = batch_size
@@ -106,6 +107,7 @@ class Front:
             driver.run,
             driver.clock(),
             loop_lag_p99_s=self.lag.percentile(0.99),
+            disk_free_bytes=self.disk.free_bytes,
             waits=self._missing_ranks(),
             notes=self._notes,
         )

@@ -110,6 +110,7 @@ class Service:
             self.loader.run(self.driver),
             self.checks.run(),
             self.front.lag.run(),
+            self.front.disk.run(config.run_dir),
             watchdog.run(),
             self.pool.run(),
             self.train.run(),
