@@ -88,6 +88,15 @@ class ReportStatus(msgspec.Struct):
     recent: list[tuple[int, float]]
 
 
+class TrackerStatus(msgspec.Struct):
+    """One tracker: lines that it took, lines that are lost, and its last trouble, empty where there was none."""
+
+    name: str
+    logged: int
+    lost: int
+    error: str
+
+
 class Status(msgspec.Struct):
     """A run at one moment."""
 
@@ -131,6 +140,7 @@ class Status(msgspec.Struct):
     """How many versions old a sequence may be when it is trained on."""
     disk_free_bytes: int | None = None
     """Of the disk that has the run directory, as far as it is known."""
+    trackers: list[TrackerStatus] = []
 
 
 def status_without_run(

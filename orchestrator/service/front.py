@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 from orchestrator.dispatch.waits import Wait, WaitKind
 from orchestrator.env_servers.env import Env
-from orchestrator.facts import EndpointStatus, Status, WaitStatus, status_without_run
+from orchestrator.facts import EndpointStatus, Status, TrackerStatus, WaitStatus, status_without_run
 from orchestrator.inference import InferencePool
 from orchestrator.run.run import Run
 from orchestrator.run.status import build_status
@@ -29,6 +29,7 @@ class Front:
         """`notes`: what the configuration does that people should know."""
         self.lag = LoopLag()
         self.disk = DiskSpace()
+        self.trackers: Callable[[], list[TrackerStatus]] = list
         self._notes = notes
         self._max_steps = max_steps
         self._batch_size = batch_size
@@ -110,6 +111,7 @@ class Front:
             disk_free_bytes=self.disk.free_bytes,
             waits=self._missing_ranks(),
             notes=self._notes,
+            trackers=self.trackers(),
         )
 
     def _missing_ranks(self) -> list[Wait]:

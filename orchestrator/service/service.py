@@ -35,6 +35,7 @@ from orchestrator.service import blueprint, env_blueprint, inference_blueprint, 
 from orchestrator.service.driver import Driver
 from orchestrator.service.front import Front
 from orchestrator.service.health import Watchdog
+from orchestrator.service.track_blueprint import build_setups, shown_config
 from orchestrator.service.weights import VersionChecks, WeightLoader
 from orchestrator.service.wiring import (
     EvaluationFile,
@@ -44,6 +45,7 @@ from orchestrator.service.wiring import (
     note_identity,
     open_journal,
 )
+from orchestrator.track import Trackers
 from orchestrator.trainer_link.encoding import check_shares
 from orchestrator.trainer_link.server import PROBE_S, BatchServer, Link, open_link
 from orchestrator.trainer_link.versions import POLL_S, VersionWatcher
@@ -260,6 +262,14 @@ async def start_service(
             front,
         )
         note_identity(config, journal, train)
+        trackers = Trackers(
+            build_setups(config),
+            config=shown_config(config),
+            run_id=journal.run_id,
+            resumed=not recovered.empty,
+        )
+        stack.push_async_callback(trackers.aclose)
+        front.trackers = trackers.status
         offers = Offers(config.max_steps)
         run = build_run(
             blueprint.build_settings(config, train, evals),
