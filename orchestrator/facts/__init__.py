@@ -12,14 +12,18 @@ from orchestrator.facts.status import (
     by_domain,
     status_without_run,
 )
+from orchestrator.facts.steps import EnvStep, Spread, StepRecord
 
 __all__ = [
     "DomainStatus",
     "EndpointStatus",
     "EnvStatus",
+    "EnvStep",
     "Facts",
     "ReportStatus",
+    "Spread",
     "Status",
+    "StepRecord",
     "TrackerStatus",
     "WaitStatus",
     "by_domain",

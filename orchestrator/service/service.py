@@ -35,6 +35,7 @@ from orchestrator.service import blueprint, env_blueprint, inference_blueprint, 
 from orchestrator.service.driver import Driver
 from orchestrator.service.front import Front
 from orchestrator.service.health import Watchdog
+from orchestrator.service.metrics_file import MetricsFile
 from orchestrator.service.track_blueprint import build_setups, shown_config
 from orchestrator.service.weights import VersionChecks, WeightLoader
 from orchestrator.service.wiring import (
@@ -283,6 +284,7 @@ async def start_service(
         run.begins_with_trainer = config.inference.initial_weights == FROM_TRAINER
         with JournalReader(config.run_dir) as reader:
             resume(run, recovered, weights, reader.evals())
+        await stack.enter_async_context(MetricsFile(config.run_dir, [trackers.tell]))
         results = EvaluationFile(config.run_dir)
         results.rewrite(run.parts.eval_sink.results)
         checks, loader = VersionChecks(pool, local=config.local is not None), WeightLoader(pool)

@@ -10,7 +10,7 @@ from typing import Any
 MOST_NAMES = 2000
 """Numbers of one step; what is beyond them is left out."""
 
-_LEFT_OUT = frozenset({"kind", "step", "lengths"})
+_LEFT_OUT = frozenset({"kind", "step", "at", "acknowledged_at", "lengths"})
 """What is not a number of its own; `length` says the same as the histogram `lengths`."""
 
 
@@ -32,7 +32,7 @@ def flat_step(line: Mapping[str, Any]) -> dict[str, float]:
 
 def flat_eval(result: Mapping[str, Any]) -> dict[str, float]:
     """The numbers of an evaluation's result."""
-    left_out = {*_LEFT_OUT, "env", "at"}
+    left_out = {*_LEFT_OUT, "env"}
     return {
         path: number
         for name, value in result.items()
