@@ -192,6 +192,8 @@ def build_summary(run: Run, end: str, now: float) -> dict[str, Any]:
         "steps": status.trained,
         "version": status.version,
         "sequences": run.parts.facts.sequences,
+        "tokens": run.parts.facts.tokens,
+        "last_step": None if status.last is None else msgspec.to_builtins(status.last),
         "first_reward": status.first_reward,
         "last_reward": status.reward,
         "envs": {
@@ -207,6 +209,7 @@ def build_summary(run: Run, end: str, now: float) -> dict[str, Any]:
                 "acceptance": env.acceptance,
                 "mean_latency_s": env.mean_latency_s,
                 "dropped": env.dropped,
+                "last_step": None if env.last is None else msgspec.to_builtins(env.last),
             }
             for name, env in status.envs.items()
         },
