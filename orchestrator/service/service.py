@@ -214,16 +214,23 @@ class _EndOfRun(Exception):  # noqa: N818  not an error: it ends the group of pa
 
 @asynccontextmanager
 async def start_service(
-    config: Config, *, fresh: bool = False, front: Front | None = None, link: Link | None = None
+    config: Config,
+    *,
+    fresh: bool = False,
+    rewind_to: int | None = None,
+    front: Front | None = None,
+    link: Link | None = None,
 ) -> AsyncIterator[Service]:
     """Start every part; stop them when the block is left.
 
-    Who gives a `front` can look at the start meanwhile. `link`: a way to the trainer in place of the configured one.
+    `rewind_to`: a step to set the run back to. Who gives a `front` can look at the start meanwhile. `link`: a way to the trainer in place of the configured one.
     """
     blueprint.verify(config)
     async with AsyncExitStack() as stack:
         failed: asyncio.Future[JournalError] = asyncio.get_running_loop().create_future()
-        journal = await stack.enter_async_context(open_journal(config, fresh, failed))
+        journal = await stack.enter_async_context(
+            open_journal(config, failed, fresh=fresh, rewind_to=rewind_to)
+        )
         front = front or build_front(config)
         # Addresses in use are found before anything is started, and the status can be asked for from here on.
         http_address = await _serve_http(config, stack, front)

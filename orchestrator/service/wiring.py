@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from orchestrator.groups.group import Batch
 from orchestrator.inference import InferencePool
 from orchestrator.journal import Journal, Recovered, changed_tasks, differences, notices
 from orchestrator.run.run import Run
-from orchestrator.service import blueprint, secrets
+from orchestrator.service import blueprint, inference_blueprint, secrets
 from orchestrator.service.driver import Driver
 from orchestrator.service.weights import WeightLoader
 from orchestrator.trainer_link.server import BatchServer, Link
@@ -23,7 +24,9 @@ from orchestrator.trainer_link.server import BatchServer, Link
 log = structlog.get_logger()
 
 
-def open_journal(config: Config, fresh: bool, failed: asyncio.Future[JournalError]) -> Journal:
+def open_journal(
+    config: Config, failed: asyncio.Future[JournalError], *, fresh: bool, rewind_to: int | None
+) -> Journal:
     """The journal, which locks the run directory; a failed write ends up in `failed`."""
 
     def on_error(error: JournalError) -> None:
@@ -39,10 +42,14 @@ def open_journal(config: Config, fresh: bool, failed: asyncio.Future[JournalErro
         fsync=config.journal.fsync,
         max_backlog_bytes=config.journal.max_backlog_bytes,
         fresh=fresh,
+        rewind_to=rewind_to,
+        find_flaw=inference_blueprint.flaw_finder(config),
         on_error=on_error,
     )
     if journal.moved_aside is not None:
         log.warning("journal.moved_aside", to=str(journal.moved_aside))
+    if journal.rewound is not None:
+        log.warning("run.rewound", **asdict(journal.rewound))
     return journal
 
 
