@@ -42,6 +42,7 @@ from orchestrator.service.wiring import (
     build_batch_server,
     join_shells,
     note_identity,
+    open_archive,
     open_journal,
 )
 from orchestrator.trainer_link.encoding import check_shares
@@ -236,6 +237,7 @@ async def start_service(
             [batch for batch in recovered.batches if batch.step not in recovered.acknowledged],
             config.trainer.world_size,
         )
+        archive = await open_archive(config, journal, recovered, stack)
         weights = JournaledWeights(recovered.state)
         weights.begin_with(inference_blueprint.initial_path(config) if weights.begins else None)
         children = await stack.enter_async_context(LocalChildren(config.run_dir))
@@ -266,6 +268,7 @@ async def start_service(
             evals=evals,
             pool=pool,
             journal=journal,
+            archive=archive,
             offer=offers,
             now=time.monotonic(),
         )
