@@ -16,13 +16,16 @@ What the rows mean is in docs/journal.md. Reading is `JournalReader`.
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
+import msgspec
+
 from orchestrator.errors import JournalError
+from orchestrator.facts import StepRecord
 from orchestrator.groups.group import Batch, Group
 from orchestrator.journal.directory import lock_run_dir, move_aside
 from orchestrator.journal.identity import RunIdentity, identity_from_meta, identity_to_meta
@@ -175,9 +178,27 @@ class Journal:
         self._writer.add(lambda store: store.split_group(group, (first, rest)), group.tokens.nbytes * 3)
         return first, rest
 
-    def record_batch(self, batch: Batch, on_durable: Callable[[], None]) -> None:
-        """Recorded groups form a batch, which resolves their tasks; `on_durable` runs on the event loop once that is on disk."""
-        self._writer.add(lambda store: store.add_batch(batch), _ROW_BYTES * len(batch.groups), on_durable)
+    def record_batch(
+        self,
+        batch: Batch,
+        on_durable: Callable[[], None],
+        *,
+        record: StepRecord | None = None,
+        states: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Recorded groups form a batch, which resolves their tasks; `on_durable` runs on the event loop once that is on disk.
+
+        The step's record and the states that hold with it are in the same commit.
+        """
+        facts = None if record is None else msgspec.json.encode(record).decode()
+        encoded = _encode(states or {})
+
+        def add(store: JournalStore) -> None:
+            store.add_batch(batch, facts)
+            store.set_states(encoded)
+
+        size = _ROW_BYTES * len(batch.groups) + sum(map(len, encoded.values())) + len(facts or "")
+        self._writer.add(add, size, on_durable)
 
     def record_ack(self, step: int, rank: int, *, world_size: int) -> None:
         """A rank has acknowledged a batch."""
@@ -187,10 +208,16 @@ class Journal:
         """Every rank has acknowledged a batch: it is kept for a while and then given back."""
         self._writer.add(lambda store: store.acknowledge(step), _ROW_BYTES)
 
-    def record_state(self, key: str, value: Any) -> None:
-        """Something JSON-able that a restart needs; the latest value wins."""
-        encoded = json.dumps(value)
-        self._writer.add(lambda store: store.set_state(key, encoded), len(encoded) + _ROW_BYTES)
+    def record_states(self, states: Mapping[str, Any]) -> None:
+        """What a restart needs, JSON-able, in one commit; the latest value of a name wins."""
+        encoded = _encode(states)
+        size = sum(map(len, encoded.values())) + _ROW_BYTES * len(encoded)
+        self._writer.add(lambda store: store.set_states(encoded), size)
+
+    def record_report(self, step: int, metrics: Mapping[str, float]) -> None:
+        """What the trainer said about a step; names that it said before are replaced."""
+        encoded = json.dumps(dict(metrics))
+        self._writer.add(lambda store: store.add_report(step, encoded), len(encoded) + _ROW_BYTES)
 
     def record_eval(self, data: dict[str, Any]) -> None:
         """The result of an evaluation; `env`, `step` and `version` become columns."""
@@ -270,6 +297,10 @@ class Journal:
         for future in self._flushes:
             if not future.done():
                 future.set_exception(error)
+
+
+def _encode(states: Mapping[str, Any]) -> dict[str, str]:
+    return {key: json.dumps(value) for key, value in states.items()}
 
 
 def _nothing(store: JournalStore) -> None:

@@ -91,10 +91,14 @@ def _resolve_in_batches(connection: sqlite3.Connection) -> None:
 def _add_details(connection: sqlite3.Connection) -> None:
     """2 to 3: groups know the digest of their task, and facts about single sequences; those that are there have none.
 
+    Batches have the record of their step, and what a trainer reports has a table.
+
     A row that was not what had been recorded is left as it is, so that it is still found out.
     """
     connection.execute("ALTER TABLE groups ADD COLUMN details_bytes INTEGER NOT NULL DEFAULT 0")
     connection.execute("ALTER TABLE groups ADD COLUMN digest INTEGER NOT NULL DEFAULT 0")
+    connection.execute("ALTER TABLE batches ADD COLUMN facts TEXT")
+    connection.execute("CREATE TABLE reports (step INTEGER PRIMARY KEY, data TEXT NOT NULL)")
     connection.create_function("group_checksum", -1, lambda *row: group_checksum(row), deterministic=True)
     connection.execute(
         f"UPDATE groups SET row_checksum = group_checksum({_IDENTITY_3})"  # noqa: S608 # names of columns

@@ -62,7 +62,8 @@ CREATE TABLE batches (
     formed_at REAL NOT NULL,
     acknowledged_at REAL,
     kept INTEGER NOT NULL DEFAULT 1,
-    row_checksum INTEGER NOT NULL DEFAULT 0
+    row_checksum INTEGER NOT NULL DEFAULT 0,
+    facts TEXT
 );
 CREATE INDEX batches_kept ON batches (kept, step);
 
@@ -90,6 +91,8 @@ CREATE TABLE counters (
 ) WITHOUT ROWID;
 
 CREATE TABLE states (key TEXT PRIMARY KEY, value TEXT NOT NULL, at REAL NOT NULL) WITHOUT ROWID;
+
+CREATE TABLE reports (step INTEGER PRIMARY KEY, data TEXT NOT NULL);
 
 CREATE TABLE evals (
     id INTEGER PRIMARY KEY AUTOINCREMENT,

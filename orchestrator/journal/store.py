@@ -11,7 +11,7 @@ import json
 import sqlite3
 import time
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -122,8 +122,8 @@ class JournalStore:
                     self._changed[segment] -= size
                 self._counted[env, "damaged"] += 1
 
-    def add_batch(self, batch: Batch) -> None:
-        """Groups become a batch, which resolves their tasks."""
+    def add_batch(self, batch: Batch, facts: str | None) -> None:
+        """Groups become a batch, which resolves their tasks; `facts` is the record of the step."""
         self._insert_new()
         ids = [group.id for group in batch.groups]
         changed = self._connection.execute(
@@ -144,8 +144,8 @@ class JournalStore:
         reward = sum(share["reward"] * share["sequences"] for share in shares.values()) / max(sequences, 1)
         tokens = sum(len(group.tokens) for group in batch.groups)
         self._connection.execute(
-            "INSERT INTO batches (step, version, groups, sequences, tokens, reward, envs, formed_at, row_checksum)"
-            " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            "INSERT INTO batches (step, version, groups, sequences, tokens, reward, envs, formed_at, row_checksum, facts)"
+            " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
             (
                 batch.step,
                 batch.version,
@@ -156,6 +156,7 @@ class JournalStore:
                 json.dumps(shares),
                 self._now,
                 batch_checksum(batch.step, batch.version, ids),
+                facts,
             ),
         )
 
@@ -193,8 +194,17 @@ class JournalStore:
         )
         self._connection.execute("DELETE FROM resolved WHERE env = ? AND position < ?", (env, low))
 
-    def set_state(self, key: str, value: str) -> None:
-        self._connection.execute("INSERT OR REPLACE INTO states VALUES (?, ?, ?)", (key, value, self._now))
+    def set_states(self, states: Mapping[str, str]) -> None:
+        self._connection.executemany(
+            "INSERT OR REPLACE INTO states VALUES (?, ?, ?)",
+            [(key, value, self._now) for key, value in states.items()],
+        )
+
+    def add_report(self, step: int, data: str) -> None:
+        self._connection.execute(
+            "INSERT INTO reports VALUES (?, ?) ON CONFLICT DO UPDATE SET data = json_patch(data, excluded.data)",
+            (step, data),
+        )
 
     def set_meta(self, key: str, value: str) -> None:
         self._connection.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, value))

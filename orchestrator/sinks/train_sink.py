@@ -10,7 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import structlog
 
@@ -19,7 +19,7 @@ from orchestrator.buffer import BatchBuffer
 from orchestrator.dispatch.pace import Pace
 from orchestrator.dispatch.versions import Versions
 from orchestrator.dispatch.work import PendingGroup
-from orchestrator.facts import Facts
+from orchestrator.facts import Facts, StepRecord
 from orchestrator.groups.group import Batch, Group
 from orchestrator.groups.scoring import (
     AdvantageFunction,
@@ -44,7 +44,16 @@ class Record(Protocol):
 
     def record_group(self, group: Group) -> None: ...
     def record_task(self, env: str, position: int, outcome: str) -> None: ...
-    def record_batch(self, batch: Batch, on_durable: Callable[[], None]) -> None: ...
+    def record_batch(
+        self,
+        batch: Batch,
+        on_durable: Callable[[], None],
+        *,
+        record: StepRecord,
+        states: Mapping[str, Any],
+    ) -> None:
+        """A batch with its record and the run's states, all of it or nothing."""
+
     def evict_group(self, group: Group, reason: str) -> None: ...
     def prune(self, env: str, low: int) -> None: ...
 
@@ -185,11 +194,18 @@ class TrainSink:
         """Whether every batch of the run is formed."""
         return self._max_steps is not None and self._versions.formed >= self._max_steps
 
-    def form(self, now: float, available: Collection[str], *, at_once: bool = False) -> None:
+    def form(
+        self,
+        now: float,
+        available: Collection[str],
+        *,
+        at_once: bool = False,
+        states: Callable[[float], Mapping[str, Any]],
+    ) -> None:
         """Form every batch that is wanted and can be had.
 
         `available`: envs that have a server; groups of the others are not waited for. `at_once`: nothing that is
-        awaited could help.
+        awaited could help. `states`: what a later process needs, recorded with each batch.
         """
         versions = self._versions
         self.held, self.stuck = None, False
@@ -213,7 +229,8 @@ class TrainSink:
             if groups is None:
                 self.stuck = self._buffer.is_stuck(self._spare)
                 return
-            self._emit(Batch(step=step, version=versions.version_at(step), groups=tuple(groups)))
+            batch = Batch(step=step, version=versions.version_at(step), groups=tuple(groups))
+            self._emit(batch, states, now)
 
     def restore(self, groups: Iterable[Group]) -> int:
         """Queue the groups that an earlier process left; returns how many fit today's configuration."""
@@ -294,23 +311,24 @@ class TrainSink:
 
     # --- inside ------------------------------------------------------------------------------------------------------
 
-    def _emit(self, batch: Batch) -> None:
+    def _emit(self, batch: Batch, states: Callable[[float], Mapping[str, Any]], now: float) -> None:
         """Everything that follows from a batch's forming."""
         for group in batch.groups:
             self._count(group, -1)
             self._tasks.resolve(group.task)
         self._versions.formed = batch.step
-        self._record.record_batch(batch, lambda: self._offer(batch))
+        record = self._facts.batch_formed(batch, quarantined=self._mix.quarantined, now=now)
+        # In one commit: a process that dies right after it has counted this batch, its mix and its time.
+        self._record.record_batch(batch, lambda: self._offer(batch), record=record, states=states(now))
         self._archive.batch_formed(batch)
         for env in {group.env for group in batch.groups}:
             self._record.prune(env, self._tasks.low_water(env))
-        reward = self._facts.batch_formed(batch)
         log.info(
             "batch.formed",
             step=batch.step,
             version=batch.version,
             groups=len(batch.groups),
-            reward=round(reward, 4),
+            reward=round(record.reward, 4),
         )
 
     def _give_up_if_stuck(self) -> None:

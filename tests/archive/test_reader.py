@@ -173,10 +173,10 @@ async def test_conversations_that_were_not_kept_come_from_the_journal(tmp_path: 
             listed = {group.id: group.has_text for group in reader.groups(texts=False)}
             assert listed == {**{f"math/train/{n}": True for n in range(4)}, "math/train/9": False}
             assert ids(reader.groups(contains="question 3")) == ["math/train/3"]
-            group = reader.group("math/train/9")
-            assert group is not None
-            assert (group.has_text, group.rewards) == (False, (0.5, 0.5))
-            assert [one.messages for one in group.rollouts] == [[], []]
+            lost = reader.group("math/train/9")
+            assert lost is not None
+            assert (lost.has_text, lost.rewards) == (False, (0.5, 0.5))
+            assert [one.messages for one in lost.rollouts] == [[], []]
 
 
 async def test_a_run_that_has_only_a_journal_is_read_from_it(tmp_path: Path) -> None:
