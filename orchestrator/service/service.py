@@ -44,6 +44,7 @@ from orchestrator.service.wiring import (
     build_batch_server,
     join_shells,
     note_identity,
+    open_archive,
     open_journal,
 )
 from orchestrator.track import Trackers
@@ -247,6 +248,7 @@ async def start_service(
             [batch for batch in recovered.batches if batch.step not in recovered.acknowledged],
             config.trainer.world_size,
         )
+        archive = await open_archive(config, journal, recovered, stack)
         weights = JournaledWeights(recovered.state)
         weights.begin_with(inference_blueprint.initial_path(config) if weights.begins else None)
         children = await stack.enter_async_context(LocalChildren(config.run_dir))
@@ -285,6 +287,7 @@ async def start_service(
             evals=evals,
             pool=pool,
             journal=journal,
+            archive=archive,
             offer=offers,
             now=time.monotonic(),
         )
