@@ -4,6 +4,7 @@ A user's mistake prints one line on standard error, never a traceback; a traceba
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -20,13 +21,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     arguments.overrides = rest
     try:
-        return int(arguments.run(arguments))
+        code = int(arguments.run(arguments))
     except OrchestratorError as error:
         # The message may quote an environment, a server or its log.
         print(f"orchestrator: {plain_lines(str(error))}", file=sys.stderr)
-        return error.exit_code
+        code = error.exit_code
     except KeyboardInterrupt:
-        return 130
+        code = 130
+    if getattr(arguments, "ends_at_once", False):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -88,8 +88,14 @@ def check_command(arguments: argparse.Namespace) -> int:
 
 def run_command(arguments: argparse.Namespace) -> int:
     """Run the service."""
+    from orchestrator.track import any_left_behind
+
     config = load_config(arguments.config, arguments.overrides)
-    return run_loop(lambda: _run(config, fresh=arguments.fresh, rewind_to=arguments.rewind_to))
+    try:
+        return run_loop(lambda: _run(config, fresh=arguments.fresh, rewind_to=arguments.rewind_to))
+    finally:
+        # What the library of a tracker that hangs has registered for the end of the process would hang too.
+        arguments.ends_at_once = any_left_behind()
 
 
 def eval_command(arguments: argparse.Namespace) -> int:
