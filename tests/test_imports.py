@@ -32,6 +32,8 @@ LIBRARIES_OF_ADAPTERS = {
     "verifiers",
 }
 
+LIBRARIES_OF_TRACKERS = {"tensorboard", "wandb"}
+
 
 def modules(*packages: str) -> dict[str, Path]:
     """Every module of the packages, by its name."""
@@ -65,6 +67,7 @@ LIBRARIES = (
     - set(sys.stdlib_module_names)
     - {"envs", "orchestrator"}
     - LIBRARIES_OF_ADAPTERS
+    - LIBRARIES_OF_TRACKERS
 )
 """What the two packages import from elsewhere, by the names under which it is imported."""
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]

@@ -33,6 +33,7 @@ from orchestrator.config.sections import (
 )
 from orchestrator.config.shapes import Problem, find_misshapen, shown
 from orchestrator.config.sources import ENV_PREFIX, Sources, read_toml
+from orchestrator.config.track_sections import TrackConfig
 from orchestrator.errors import ConfigError
 
 __all__ = ["Config", "find_warnings", "load_config", "resolve_config", "table_model"]
@@ -70,6 +71,7 @@ class Config(Truthless, BaseSettings):
     journal: JournalConfig = JournalConfig()
     http: HttpConfig = HttpConfig()
     log: LogConfig = LogConfig()
+    track: TrackConfig = TrackConfig()
 
     _directory: Path | None = PrivateAttr(default=None)
 

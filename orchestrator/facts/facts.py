@@ -72,6 +72,8 @@ class Facts:
         self.history: deque[StepRecord] = deque(maxlen=HISTORY)
         """The last steps."""
         self._interval = Interval(self.targets, ledger, now)
+        self.tokens = 0
+        """Tokens in all batches."""
         self._tokens = 0
         self._rate: deque[tuple[float, int, int]] = deque([(now, 0, 0)])
 
@@ -143,6 +145,7 @@ class Facts:
             now=now,
         )
         self.history.append(record)
+        self.tokens += record.tokens
         return record
 
     def _mean_reward(self) -> float | None:
@@ -221,6 +224,7 @@ class Facts:
         """For a later process of the same run."""
         return {
             "seconds": self.seconds(now),
+            "tokens": self.tokens,
             "stale": [self.stale_sum, self.stale_max],
             "rewards": [self.first_reward, self.reward],
             "envs": {
@@ -239,6 +243,7 @@ class Facts:
         self._earlier_s = state["seconds"]
         self.delivered.load_state_dict(state["delivered"])
         self.reports.load_state_dict(state.get("reports", {}))  # earlier revisions know none
+        self.tokens = state.get("tokens", 0)  # same
         self.stale_sum, self.stale_max = state["stale"]
         self.first_reward, self.reward = state["rewards"]
         for name, facts in state["envs"].items():

@@ -91,6 +91,15 @@ class ReportStatus(msgspec.Struct):
     recent: list[tuple[int, float]]
 
 
+class TrackerStatus(msgspec.Struct):
+    """One tracker: lines that it took, lines that are lost, and its last trouble, empty where there was none."""
+
+    name: str
+    logged: int
+    lost: int
+    error: str
+
+
 class Status(msgspec.Struct):
     """A run at one moment."""
 
@@ -133,6 +142,13 @@ class Status(msgspec.Struct):
     """What the last one of `failures` said, under the same name."""
     last: StepRecord | None = None
     """The last step; its envs are with their env."""
+    idle_s: float = 0.0
+    """Since a rollout last ended or a batch was formed."""
+    max_versions: int = 0
+    """How many versions old a sequence may be when it is trained on."""
+    disk_free_bytes: int | None = None
+    """Of the disk that has the run directory, as far as it is known."""
+    trackers: list[TrackerStatus] = []
 
 
 def status_without_run(

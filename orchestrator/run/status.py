@@ -11,7 +11,15 @@ import msgspec
 
 from orchestrator.dispatch.ledger import Lane, Outcome
 from orchestrator.dispatch.waits import Wait
-from orchestrator.facts import EndpointStatus, EnvStatus, ReportStatus, Status, WaitStatus, by_domain
+from orchestrator.facts import (
+    EndpointStatus,
+    EnvStatus,
+    ReportStatus,
+    Status,
+    TrackerStatus,
+    WaitStatus,
+    by_domain,
+)
 from orchestrator.run.run import Run
 from orchestrator.run.waits import describe, find_waits
 
@@ -21,8 +29,10 @@ def build_status(
     now: float,
     *,
     loop_lag_p99_s: float = 0.0,
+    disk_free_bytes: int | None = None,
     waits: Sequence[Wait] = (),
     notes: Sequence[str] = (),
+    trackers: Sequence[TrackerStatus] = (),
 ) -> Status:
     """The run at this moment; `waits` and `notes` are what others than the run know."""
     parts = run.parts
@@ -68,7 +78,7 @@ def build_status(
         evals=parts.eval_sink.results[-20:],
         staleness=facts.staleness_numbers(),
         refused=run.refused,
-        notes=list(notes),
+        notes=[*notes, *(f'tracker "{t.name}": {t.error} ({t.lost} lost)' for t in trackers if t.error)],
         minimums_waived=run.minimums.times_waived,
         loop_lag_p99_s=loop_lag_p99_s,
         journal_backlog_bytes=parts.journal.backlog_bytes,
@@ -87,6 +97,10 @@ def build_status(
         },
         mismatch=facts.reports.trouble,
         last=None if last is None else msgspec.structs.replace(last, envs={}),
+        idle_s=max(0.0, now - run.progressed),
+        max_versions=run.settings.max_versions,
+        disk_free_bytes=disk_free_bytes,
+        trackers=list(trackers),
     )
 
 
@@ -178,6 +192,8 @@ def build_summary(run: Run, end: str, now: float) -> dict[str, Any]:
         "steps": status.trained,
         "version": status.version,
         "sequences": run.parts.facts.sequences,
+        "tokens": run.parts.facts.tokens,
+        "last_step": None if status.last is None else msgspec.to_builtins(status.last),
         "first_reward": status.first_reward,
         "last_reward": status.reward,
         "envs": {
@@ -193,6 +209,7 @@ def build_summary(run: Run, end: str, now: float) -> dict[str, Any]:
                 "acceptance": env.acceptance,
                 "mean_latency_s": env.mean_latency_s,
                 "dropped": env.dropped,
+                "last_step": None if env.last is None else msgspec.to_builtins(env.last),
             }
             for name, env in status.envs.items()
         },

@@ -36,6 +36,7 @@ from orchestrator.service.driver import Driver
 from orchestrator.service.front import Front
 from orchestrator.service.health import Watchdog
 from orchestrator.service.metrics_file import MetricsFile
+from orchestrator.service.track_blueprint import build_setups, shown_config
 from orchestrator.service.weights import VersionChecks, WeightLoader
 from orchestrator.service.wiring import (
     EvaluationFile,
@@ -45,6 +46,7 @@ from orchestrator.service.wiring import (
     note_identity,
     open_journal,
 )
+from orchestrator.track import Trackers
 from orchestrator.trainer_link.encoding import check_shares
 from orchestrator.trainer_link.server import PROBE_S, BatchServer, Link, open_link
 from orchestrator.trainer_link.versions import POLL_S, VersionWatcher
@@ -111,6 +113,7 @@ class Service:
             self.loader.run(self.driver),
             self.checks.run(),
             self.front.lag.run(),
+            self.front.disk.run(config.run_dir),
             watchdog.run(),
             self.pool.run(),
             self.train.run(),
@@ -260,6 +263,14 @@ async def start_service(
             front,
         )
         note_identity(config, journal, train)
+        trackers = Trackers(
+            build_setups(config),
+            config=shown_config(config),
+            run_id=journal.run_id,
+            resumed=not recovered.empty,
+        )
+        stack.push_async_callback(trackers.aclose)
+        front.trackers = trackers.status
         offers = Offers(config.max_steps)
         run = build_run(
             blueprint.build_settings(config, train, evals),
@@ -273,7 +284,7 @@ async def start_service(
         run.begins_with_trainer = config.inference.initial_weights == FROM_TRAINER
         with JournalReader(config.run_dir) as reader:
             resume(run, recovered, weights, reader.evals())
-        await stack.enter_async_context(MetricsFile(config.run_dir))
+        await stack.enter_async_context(MetricsFile(config.run_dir, [trackers.tell]))
         results = EvaluationFile(config.run_dir)
         results.rewrite(run.parts.eval_sink.results)
         checks, loader = VersionChecks(pool, local=config.local is not None), WeightLoader(pool)

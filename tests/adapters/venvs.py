@@ -92,7 +92,8 @@ TRAINERS = Venv(
     ),
 )
 """Not an environment's: torch, and the example trainer that comes with Atropos."""
-ALL = (REASONING_GYM, CLASSIC, V1, DATASET, OPENENV, ATROPOS, TEXTARENA, INSPECT, TRAINERS)
+TRACK = Venv("track", ("tensorboard>=2.18", "wandb>=0.19"))
+ALL = (REASONING_GYM, CLASSIC, V1, DATASET, OPENENV, ATROPOS, TEXTARENA, INSPECT, TRACK, TRAINERS)
 
 
 def main() -> int:
