@@ -193,12 +193,8 @@ class Journal:
         facts = None if record is None else msgspec.json.encode(record).decode()
         encoded = _encode(states or {})
 
-        def add(store: JournalStore) -> None:
-            store.add_batch(batch, facts)
-            store.set_states(encoded)
-
         size = _ROW_BYTES * len(batch.groups) + sum(map(len, encoded.values())) + len(facts or "")
-        self._writer.add(add, size, on_durable)
+        self._writer.add(lambda store: store.add_batch(batch, facts, encoded), size, on_durable)
 
     def record_ack(self, step: int, rank: int, *, world_size: int) -> None:
         """A rank has acknowledged a batch."""
@@ -213,6 +209,14 @@ class Journal:
         encoded = _encode(states)
         size = sum(map(len, encoded.values())) + _ROW_BYTES * len(encoded)
         self._writer.add(lambda store: store.set_states(encoded), size)
+
+    def record_version(self, version: int, step: int, path: str | None) -> None:
+        """A version was published after a step was trained on, and this is where its weights lie."""
+        self._writer.add(lambda store: store.add_version(version, step, path), _ROW_BYTES)
+
+    def forget_version(self, version: int) -> None:
+        """No inference server could load a version: it was never published."""
+        self._writer.add(lambda store: store.forget_version(version), _ROW_BYTES)
 
     def record_report(self, step: int, metrics: Mapping[str, float]) -> None:
         """What the trainer said about a step; names that it said before are replaced."""

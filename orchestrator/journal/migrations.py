@@ -91,13 +91,18 @@ def _resolve_in_batches(connection: sqlite3.Connection) -> None:
 def _add_details(connection: sqlite3.Connection) -> None:
     """2 to 3: groups know the digest of their task, and facts about single sequences; those that are there have none.
 
-    Batches have the record of their step, and what a trainer reports has a table.
+    Batches have the record of their step, their tasks and the states that held with them; published versions and what a
+    trainer reports have tables.
 
     A row that was not what had been recorded is left as it is, so that it is still found out.
     """
     connection.execute("ALTER TABLE groups ADD COLUMN details_bytes INTEGER NOT NULL DEFAULT 0")
     connection.execute("ALTER TABLE groups ADD COLUMN digest INTEGER NOT NULL DEFAULT 0")
-    connection.execute("ALTER TABLE batches ADD COLUMN facts TEXT")
+    for column in ("facts TEXT", "tasks TEXT", "states BLOB"):
+        connection.execute(f"ALTER TABLE batches ADD COLUMN {column}")
+    connection.execute(
+        "CREATE TABLE versions (version INTEGER PRIMARY KEY, step INTEGER NOT NULL, path TEXT, at REAL NOT NULL)"
+    )
     connection.execute("CREATE TABLE reports (step INTEGER PRIMARY KEY, data TEXT NOT NULL)")
     connection.create_function("group_checksum", -1, lambda *row: group_checksum(row), deterministic=True)
     connection.execute(

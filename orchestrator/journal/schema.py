@@ -63,7 +63,9 @@ CREATE TABLE batches (
     acknowledged_at REAL,
     kept INTEGER NOT NULL DEFAULT 1,
     row_checksum INTEGER NOT NULL DEFAULT 0,
-    facts TEXT
+    facts TEXT,
+    tasks TEXT,
+    states BLOB
 );
 CREATE INDEX batches_kept ON batches (kept, step);
 
@@ -91,6 +93,8 @@ CREATE TABLE counters (
 ) WITHOUT ROWID;
 
 CREATE TABLE states (key TEXT PRIMARY KEY, value TEXT NOT NULL, at REAL NOT NULL) WITHOUT ROWID;
+
+CREATE TABLE versions (version INTEGER PRIMARY KEY, step INTEGER NOT NULL, path TEXT, at REAL NOT NULL);
 
 CREATE TABLE reports (step INTEGER PRIMARY KEY, data TEXT NOT NULL);
 

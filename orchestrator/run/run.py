@@ -160,6 +160,9 @@ class Run:
         self.weights_path = path
         if version <= versions.formed:
             versions.trained = max(versions.trained, version)
+        # Numbered in another way: it comes after the step that follows those which are known to be trained on.
+        step = version if version <= versions.formed else min(versions.trained + 1, versions.formed)
+        self.parts.journal.record_version(version, step, path)
         if self.settings.mode == "drop":
             self.parts.dispatcher.drop_stale()
             self._absorb(now)
@@ -180,6 +183,7 @@ class Run:
         if version == self.parts.versions.published:
             self.weights_path = self.loaded_path
         self.parts.versions.withdraw(version)
+        self.parts.journal.forget_version(version)
         self.save(now)
 
     def stop(self, now: float) -> None:

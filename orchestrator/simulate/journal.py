@@ -43,6 +43,7 @@ class MemoryJournal:
     evicted: list[tuple[Group, str]] = field(default_factory=list)
     evals: list[dict[str, Any]] = field(default_factory=list)
     steps: list[StepRecord] = field(default_factory=list)
+    versions: dict[int, tuple[int, str | None]] = field(default_factory=dict)
     reports: list[tuple[int, dict[str, float]]] = field(default_factory=list)
     acknowledged: int = 0
     _queued: dict[str, Group] = field(default_factory=dict)
@@ -98,6 +99,12 @@ class MemoryJournal:
 
     def record_states(self, states: Mapping[str, Any]) -> None:
         self._states.update({key: json.dumps(value) for key, value in states.items()})
+
+    def record_version(self, version: int, step: int, path: str | None) -> None:
+        self.versions[version] = (step, path)
+
+    def forget_version(self, version: int) -> None:
+        self.versions.pop(version, None)
 
     def record_report(self, step: int, metrics: Mapping[str, float]) -> None:
         self.reports.append((step, dict(metrics)))
