@@ -109,7 +109,7 @@ class Feed:
         await self._render()
         have = self._moment_of_series()
         since: int | None = self._first_step_for(request)
-        while not self._closed.is_set():
+        while not self._closed.is_set() and request.transport is not None:
             # Who has not taken the last frame is sent no other, and gets what it missed once it reads again.
             if request.is_read:
                 request.stay_open()

@@ -174,7 +174,8 @@ class _Server(web.Server):
     def connection_made(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:
         super().connection_made(handler, transport)
         if len(self.connections) > self._max_connections:
-            transport.abort()
+            # Not before its task has begun to wait for a request, and before any request is read.
+            self._loop.call_soon(transport.abort)
         elif isinstance(handler, _Connection):
             handler.postpone_deadline()
 
