@@ -36,6 +36,7 @@ from orchestrator.service.driver import Driver
 from orchestrator.service.front import Front
 from orchestrator.service.health import Watchdog
 from orchestrator.service.metrics_file import MetricsFile
+from orchestrator.service.page import live_feed
 from orchestrator.service.track_blueprint import build_setups, shown_config
 from orchestrator.service.weights import VersionChecks, WeightLoader
 from orchestrator.service.wiring import (
@@ -384,7 +385,11 @@ async def _serve_http(config: Config, stack: AsyncExitStack, front: Front) -> st
         return None
     token = secrets.read_variable("http.token_env", config.http.token_env)
     app = build_app(status=front.status, metrics=front.metrics, token=token)
-    return await stack.enter_async_context(serve_http(app, host=config.http.host, port=config.http.port))
+    feed = live_feed(config.run_dir, front.status)
+    feed.add_to(app)
+    address = await stack.enter_async_context(serve_http(app, host=config.http.host, port=config.http.port))
+    stack.callback(feed.close)
+    return address
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:
