@@ -7,7 +7,7 @@ is returned is what was recorded: a queued group that cannot be read, or whose r
 
 import json
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -215,6 +215,7 @@ class JournalReader:
         env: str | None = None,
         step: int | None = None,
         queued: bool = False,
+        ids: Sequence[str] | None = None,
     ) -> Iterator[GroupRow]:
         """Recorded groups that still have their payload, without reading it."""
         conditions, arguments = ["1"], list[object]()
@@ -226,6 +227,9 @@ class JournalReader:
             arguments.append(step)
         if queued:
             conditions.append("step IS NULL")
+        if ids is not None:
+            conditions.append(f"id IN ({', '.join('?' * len(ids))})")
+            arguments += ids
         order = "step, slot, seq" if step is not None else "seq"
         # Only the fixed texts above are joined; values are bound.
         query = f"SELECT {GroupRow.COLUMNS} FROM groups WHERE {' AND '.join(conditions)} ORDER BY {order}"  # noqa: S608

@@ -107,6 +107,7 @@ class Run:
         parts = self.parts
         if not attempt.ended:
             parts.facts.failed(attempt.group.lane, attempt.group.env, failure.kind, failure.described)
+            parts.archive.attempt_failed(attempt.group, failure, now)
         if together:
             parts.dispatcher.lose(attempt, together, now)
         else:
@@ -350,6 +351,7 @@ class Run:
             self._patience.learn(group.env, now - group.opened)
             self.parts.sink.completed(group, now)
         else:
+            self.parts.archive.evaluated(group, now)
             result = self.parts.eval_sink.completed(group, now)
             if result is not None:
                 log.info("eval.finished", **result)

@@ -36,6 +36,7 @@ from orchestrator.service.driver import Driver
 from orchestrator.service.front import Front
 from orchestrator.service.health import Watchdog
 from orchestrator.service.metrics_file import MetricsFile
+from orchestrator.service.page import live_feed
 from orchestrator.service.track_blueprint import build_setups, shown_config
 from orchestrator.service.weights import VersionChecks, WeightLoader
 from orchestrator.service.wiring import (
@@ -44,6 +45,7 @@ from orchestrator.service.wiring import (
     build_batch_server,
     join_shells,
     note_identity,
+    open_archive,
     open_journal,
 )
 from orchestrator.track import Trackers
@@ -214,16 +216,23 @@ class _EndOfRun(Exception):  # noqa: N818  not an error: it ends the group of pa
 
 @asynccontextmanager
 async def start_service(
-    config: Config, *, fresh: bool = False, front: Front | None = None, link: Link | None = None
+    config: Config,
+    *,
+    fresh: bool = False,
+    rewind_to: int | None = None,
+    front: Front | None = None,
+    link: Link | None = None,
 ) -> AsyncIterator[Service]:
     """Start every part; stop them when the block is left.
 
-    Who gives a `front` can look at the start meanwhile. `link`: a way to the trainer in place of the configured one.
+    `rewind_to`: a step to set the run back to. Who gives a `front` can look at the start meanwhile. `link`: a way to the trainer in place of the configured one.
     """
     blueprint.verify(config)
     async with AsyncExitStack() as stack:
         failed: asyncio.Future[JournalError] = asyncio.get_running_loop().create_future()
-        journal = await stack.enter_async_context(open_journal(config, fresh, failed))
+        journal = await stack.enter_async_context(
+            open_journal(config, failed, fresh=fresh, rewind_to=rewind_to)
+        )
         front = front or build_front(config)
         # Addresses in use are found before anything is started, and the status can be asked for from here on.
         http_address = await _serve_http(config, stack, front)
@@ -240,6 +249,7 @@ async def start_service(
             [batch for batch in recovered.batches if batch.step not in recovered.acknowledged],
             config.trainer.world_size,
         )
+        archive = await open_archive(config, journal, recovered, stack)
         weights = JournaledWeights(recovered.state)
         weights.begin_with(inference_blueprint.initial_path(config) if weights.begins else None)
         children = await stack.enter_async_context(LocalChildren(config.run_dir))
@@ -278,6 +288,7 @@ async def start_service(
             evals=evals,
             pool=pool,
             journal=journal,
+            archive=archive,
             offer=offers,
             now=time.monotonic(),
         )
@@ -374,7 +385,11 @@ async def _serve_http(config: Config, stack: AsyncExitStack, front: Front) -> st
         return None
     token = secrets.read_variable("http.token_env", config.http.token_env)
     app = build_app(status=front.status, metrics=front.metrics, token=token)
-    return await stack.enter_async_context(serve_http(app, host=config.http.host, port=config.http.port))
+    feed = live_feed(config.run_dir, front.status)
+    feed.add_to(app)
+    address = await stack.enter_async_context(serve_http(app, host=config.http.host, port=config.http.port))
+    stack.callback(feed.close)
+    return address
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

@@ -25,6 +25,7 @@ from orchestrator.run.resume import JournaledWeights, resume
 from orchestrator.run.run import Run
 from orchestrator.run.settings import RunSettings
 from orchestrator.simulate.journal import MemoryJournal
+from orchestrator.sinks.archive import NoArchive
 
 Draw = Callable[[random.Random], float]
 
@@ -206,6 +207,7 @@ class World:
             evals={name: self.envs[name] for name in evals},
             pool=self.pool,
             journal=self.journal,
+            archive=NoArchive(),
             offer=self._offer,
             now=self.now,
         )
