@@ -3,6 +3,8 @@
 import asyncio
 import json
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -125,3 +127,19 @@ async def test_a_run_without_a_batch_says_so(tmp_path: Path, capsys: pytest.Capt
     out = capsys.readouterr().out
     assert "crashed: there is no record of its end" in out
     assert "no batch was formed yet" in out
+
+
+async def test_an_encoding_without_its_characters_ends_nothing(run_dir: Path) -> None:
+    """A pipe or a terminal of ASCII gets marks in their place, and plain bars for the trend."""
+    summarise(run_dir, end="genug – for now")
+    done = await asyncio.to_thread(
+        subprocess.run,
+        [sys.executable, "-m", "orchestrator", "status", str(run_dir)],
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stderr == ""
+    assert done.stdout.startswith("ended: genug ? for now (")
+    assert done.stdout.isascii()
