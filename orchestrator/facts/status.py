@@ -46,6 +46,8 @@ class EnvStatus(msgspec.Struct):
     dropped: dict[str, int]
     failure: str = ""
     """What the last failed rollout said."""
+    held: str = ""
+    """Since when a person has quarantined it, and who; empty where nobody has."""
 
     @property
     def failed(self) -> int:
@@ -125,6 +127,8 @@ class Status(msgspec.Struct):
     mismatch: str = ""
     failure_reasons: dict[str, str] = {}
     """What the last one of `failures` said, under the same name."""
+    changes: list[str] = []
+    """How the run differs from its configuration, because a person has changed it."""
 
 
 def status_without_run(

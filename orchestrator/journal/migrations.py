@@ -90,11 +90,16 @@ def _resolve_in_batches(connection: sqlite3.Connection) -> None:
 
 def _add_details(connection: sqlite3.Connection) -> None:
     """2 to 3: groups know the digest of their task, and facts about single sequences; those that are there have none.
+    What people changed while a run went on has a table.
 
     A row that was not what had been recorded is left as it is, so that it is still found out.
     """
     connection.execute("ALTER TABLE groups ADD COLUMN details_bytes INTEGER NOT NULL DEFAULT 0")
     connection.execute("ALTER TABLE groups ADD COLUMN digest INTEGER NOT NULL DEFAULT 0")
+    connection.execute(
+        "CREATE TABLE control (id INTEGER PRIMARY KEY AUTOINCREMENT,"
+        " at REAL NOT NULL, origin TEXT NOT NULL, command TEXT NOT NULL)"
+    )
     connection.create_function("group_checksum", -1, lambda *row: group_checksum(row), deterministic=True)
     connection.execute(
         f"UPDATE groups SET row_checksum = group_checksum({_IDENTITY_3})"  # noqa: S608 # names of columns

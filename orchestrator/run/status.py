@@ -80,6 +80,7 @@ def build_status(
             for name, told in facts.reports.names.items()
         },
         mismatch=facts.reports.trouble,
+        changes=run.control.changes.lines(),
     )
 
 
@@ -121,6 +122,7 @@ def _env_statuses(run: Run, now: float) -> dict[str, EnvStatus]:
             minimum_waived=run.minimums.waived.get(name, "") if minimums.get(name) else "",
             dropped=dict(facts.dropped),
             failure=facts.failure,
+            held=run.control.changes.held(name),
         )
     return statuses
 

@@ -40,6 +40,7 @@ class MemoryJournal:
     batches: list[Batch] = field(default_factory=list)
     evicted: list[tuple[Group, str]] = field(default_factory=list)
     evals: list[dict[str, Any]] = field(default_factory=list)
+    controls: list[tuple[float, str, Mapping[str, Any]]] = field(default_factory=list)
     acknowledged: int = 0
     _queued: dict[str, Group] = field(default_factory=dict)
     _resolved: dict[str, set[int]] = field(default_factory=dict)
@@ -88,6 +89,9 @@ class MemoryJournal:
 
     def record_eval(self, data: dict[str, Any]) -> None:
         self.evals.append(data)
+
+    def record_control(self, at: float, origin: str, command: Mapping[str, Any]) -> None:
+        self.controls.append((at, origin, command))
 
     def recover(self) -> MemoryRecovery:
         """What a restart would find."""
