@@ -39,7 +39,9 @@ def status_command(arguments: argparse.Namespace) -> int:
     from orchestrator.facts import Status
     from orchestrator.views.progress import render
 
-    url = arguments.url or _address_of(arguments.run_dir)
+    if arguments.url is None and arguments.run_dir is None:
+        raise ConfigError("status needs a run directory or --url")
+    url = arguments.url or address_of(arguments.run_dir)
     body = _fetch(f"{url.rstrip('/')}/api/status", arguments.token_env)
     if arguments.json:
         # JSON has no raw control characters; whatever else answers must not steer the terminal.
@@ -60,9 +62,8 @@ def status_command(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _address_of(run_dir: Path | None) -> str:
-    if run_dir is None:
-        raise ConfigError("status needs a run directory or --url")
+def address_of(run_dir: Path) -> str:
+    """Where the service of a run directory serves HTTP; ConfigError if it does not, or if there is no run."""
     path = run_dir / "addresses.json"
     try:
         address = json.loads(path.read_text(encoding="utf-8"))["http"]
@@ -71,7 +72,9 @@ def _address_of(run_dir: Path | None) -> str:
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
     if address is None:
-        raise ConfigError(f"{run_dir}: this run does not serve HTTP (http.enabled = false)")
+        raise ConfigError(
+            f"{run_dir}: this run does not serve HTTP (http.enabled = false); set http.enabled = true and start it again"
+        )
     return str(address)
 
 
