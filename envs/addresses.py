@@ -16,3 +16,12 @@ def is_loopback(address: str) -> bool:
         return host == "localhost" or ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def base_url_problem(url: str) -> str:
+    """What is wrong with the base URL of an inference server; empty if nothing is."""
+    if not url.startswith(("http://", "https://")):
+        return f'"{url}" is not an http:// or https:// address'
+    if not url.partition("://")[2].rstrip("/").partition("/")[2]:
+        return f'"{url}" ends before its path; did you mean "{url.rstrip("/")}/v1"?'
+    return ""

@@ -41,9 +41,11 @@ def register(commands: "Commands") -> None:
 
 def status_command(arguments: argparse.Namespace) -> int:
     """Fetch and print."""
+    if arguments.url is None and arguments.run_dir is None:
+        raise ConfigError("status needs a run directory or --url")
     run_dir: Path | None = None if arguments.url else arguments.run_dir
     try:
-        url = arguments.url or _address_of(run_dir)
+        url = arguments.url or address_of(arguments.run_dir)
         body = _fetch(f"{url.rstrip('/')}/api/status", arguments.token_env)
     except (_NobodyThereError, _NoHttpError) as nobody:
         past = None if run_dir is None else _read_past(run_dir)
@@ -136,9 +138,8 @@ def _bars(console: "Console") -> str:
     return PLAIN_BARS if console.options.ascii_only else BARS
 
 
-def _address_of(run_dir: Path | None) -> str:
-    if run_dir is None:
-        raise ConfigError("status needs a run directory or --url")
+def address_of(run_dir: Path) -> str:
+    """Where the service of a run directory serves HTTP; ConfigError if it does not, or if there is no run."""
     path = run_dir / "addresses.json"
     try:
         address = json.loads(path.read_text(encoding="utf-8"))["http"]
@@ -147,7 +148,9 @@ def _address_of(run_dir: Path | None) -> str:
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
     if address is None:
-        raise _NoHttpError(f"{run_dir}: this run does not serve HTTP (http.enabled = false)")
+        raise _NoHttpError(
+            f"{run_dir}: this run does not serve HTTP (http.enabled = false); set http.enabled = true and start it again"
+        )
     return str(address)
 
 

@@ -1,6 +1,7 @@
 """The journal of a run: what is recorded survives the death of the process and, where it was served, of the machine.
 
-Recorded are finished groups, resolved task positions, formed batches, acknowledgements, states, evaluations.
+Recorded are finished groups, resolved task positions, formed batches, acknowledgements, states, evaluations, and
+what people change.
 Hand-outs are not: a position that is neither resolved nor held by a queued group is asked again after a restart. A
 position is resolved when its group is in a batch, or when it ends without one. Invariants:
 
@@ -238,6 +239,11 @@ class Journal:
         """The result of an evaluation; `env`, `step` and `version` become columns."""
         encoded = json.dumps(data)
         self._writer.add(lambda store: store.add_eval(data, encoded), len(encoded) + _ROW_BYTES)
+
+    def record_control(self, at: float, origin: str, command: Mapping[str, Any]) -> None:
+        """A person has changed the run while it goes on."""
+        encoded = json.dumps(command)
+        self._writer.add(lambda store: store.add_control(at, origin, encoded), len(encoded) + _ROW_BYTES)
 
     def set_meta(self, key: str, value: str) -> None:
         """Note something about the run that does not change as it goes on."""

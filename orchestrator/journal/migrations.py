@@ -76,6 +76,7 @@ def _resolve_in_batches(connection: sqlite3.Connection) -> None:
 
 def _add_details(connection: sqlite3.Connection) -> None:
     """2 to 3: groups know the digest of their task, and facts about single sequences; those that are there have none.
+    What people changed while a run went on has a table.
 
     Batches have the record of their step, their tasks and the states that held with them; published versions and what a
     trainer reports have tables.
@@ -90,6 +91,10 @@ def _add_details(connection: sqlite3.Connection) -> None:
         "CREATE TABLE versions (version INTEGER PRIMARY KEY, step INTEGER NOT NULL, path TEXT, at REAL NOT NULL)"
     )
     connection.execute("CREATE TABLE reports (step INTEGER PRIMARY KEY, data TEXT NOT NULL)")
+    connection.execute(
+        "CREATE TABLE control (id INTEGER PRIMARY KEY AUTOINCREMENT,"
+        " at REAL NOT NULL, origin TEXT NOT NULL, command TEXT NOT NULL)"
+    )
     connection.create_function("group_checksum", -1, lambda *row: group_checksum(row), deterministic=True)
     connection.execute(
         f"UPDATE groups SET row_checksum = group_checksum({_IDENTITY_3})"  # noqa: S608 # names of columns

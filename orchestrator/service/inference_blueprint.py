@@ -32,14 +32,25 @@ def inference_urls(config: Config, children: LocalChildren) -> list[str]:
 
 
 def build_pool(
-    config: Config, base_urls: Sequence[str], *, version: int, weights_path: str | None, train: bool
+    config: Config,
+    base_urls: Sequence[str],
+    *,
+    version: int,
+    weights_path: str | None,
+    train: bool,
+    max_inflight: int | None = None,
 ) -> InferencePool:
-    """The inference servers, not contacted. `train`: what they return is trained on, and must be fit for it."""
+    """The inference servers, not contacted. `train`: what they return is trained on, and must be fit for it.
+
+    `max_inflight`: what a person has changed it to, if anybody has.
+    """
     dispatch, inference = config.dispatch, config.inference
-    concurrency: FixedConcurrency | AdaptiveConcurrency = FixedConcurrency(dispatch.max_inflight)
+    most = max_inflight or dispatch.max_inflight
+    concurrency: FixedConcurrency | AdaptiveConcurrency = FixedConcurrency(most)
     if dispatch.concurrency == "adaptive":
+        # A lower bound that was raised since the change is not overruled by it.
         concurrency = AdaptiveConcurrency(
-            min_inflight=dispatch.min_inflight, max_inflight=dispatch.max_inflight
+            min_inflight=dispatch.min_inflight, max_inflight=max(most, dispatch.min_inflight)
         )
     read_variable("inference.api_key_env", inference.api_key_env)
     health = HealthPolicy(

@@ -183,7 +183,7 @@ def connected(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def settings_of(made: Config) -> RunSettings:
     return blueprint.build_settings(
-        made, env_blueprint.build_train_envs(made), env_blueprint.build_eval_envs(made)
+        made, env_blueprint.build_train_envs(made), env_blueprint.build_eval_envs(made), endpoints=[]
     )
 
 
