@@ -5,7 +5,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich.console import Console
+from rich.cells import cell_len
+from rich.console import Console, JustifyMethod
 from rich.padding import Padding
 from rich.rule import Rule
 from rich.table import Table
@@ -17,6 +18,9 @@ from orchestrator.views.terminal import plain, plain_lines
 
 NARROW, MIDDLE = 64, 100
 """Below these widths columns are left out."""
+
+WORDS = ("", "env", "outcome", "rewards", "ended")
+GAP = 2
 
 DETAIL_LINES = 8
 """Of a traceback: where it ended."""
@@ -35,41 +39,48 @@ def print_table(
         headings[5:5] = ["version"]
     if width >= MIDDLE:
         headings += ["rewards", "tokens", "seconds", "ended"]
-    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
+    rows = [_cells(group) for group in groups]
+    widths = _widths(rows, headings, width)
+    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, GAP, 0, 0))
     for heading in headings:
-        words = heading in ("", "env", "outcome", "rewards", "ended")
-        table.add_column(
-            heading,
-            justify="left" if words else "right",
-            no_wrap=True,
-            overflow="ellipsis" if words else "fold",
-        )
-    for group in groups:
-        cells = _cells(group)
-        table.add_row(
-            *(Text(plain(cells[heading]), style="green" if heading == "" else "") for heading in headings)
-        )
+        justify: JustifyMethod = "left" if heading in WORDS else "right"
+        table.add_column(heading, justify=justify, no_wrap=True, width=widths[heading])
+    for row in rows:
+        table.add_row(*(Text(row[heading], style="" if heading else "green") for heading in headings))
     console.print(table)
     totals: Counter[str] = Counter()
     for count in counts:
         totals[count.outcome] += count.groups
-    told = ", ".join(f"{n} {outcome}" for outcome, n in totals.most_common()) or "none yet"
-    console.print(Text(plain(f"\ngroups: {told}".lstrip("\n")), style="dim"))
+    ordered = sorted(totals.items(), key=lambda item: (-item[1], item[0]))
+    told = ", ".join(f"{n} {outcome}" for outcome, n in ordered) or "none yet"
+    console.print(Text(plain(f"groups: {told}"), style="dim"))
     if groups:
         hint = "● has conversations: --show N." + (" There are more: --limit." if more else "")
         console.print(Text(hint, style="dim"))
+
+
+def _widths(rows: Sequence[Mapping[str, str]], headings: Sequence[str], width: int) -> dict[str, int]:
+    """Of each column: numbers are never cut; names share what is left."""
+    widths = {
+        heading: max([cell_len(heading), 1, *(cell_len(row[heading]) for row in rows)])
+        for heading in headings
+    }
+    left = width - GAP * len(headings) - sum(widths.values()) + widths["env"] + widths["outcome"]
+    widths["outcome"] = min(widths["outcome"], max(left // 2, left - widths["env"], 1))
+    widths["env"] = min(widths["env"], max(left - widths["outcome"], 1))
+    return widths
 
 
 def _cells(group: ArchivedGroup) -> dict[str, str]:
     return {
         "": "●" if group.has_text else "",
         "#": str(group.seq),
-        "env": group.env,
+        "env": plain(group.env),
         "task": str(group.task),
         "step": "" if group.step is None else str(group.step),
         "version": _span(group),
         "reward": "" if group.mean_reward is None else f"{group.mean_reward:.3f}",
-        "outcome": group.outcome,
+        "outcome": plain(group.outcome),
         "rewards": _rewards(group),
         "tokens": f"{group.tokens:,}",
         "seconds": f"{group.seconds:.1f}",
