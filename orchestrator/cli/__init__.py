@@ -4,6 +4,7 @@ A user's mistake prints one line on standard error, never a traceback; a traceba
 """
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -15,6 +16,9 @@ from orchestrator.views.terminal import plain_lines
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # what the encoding of a terminal lacks is a mark there, not an error
     parser = build_parser()
     arguments, rest = parser.parse_known_args(argv)
     if rest and not getattr(arguments, "takes_overrides", False):
