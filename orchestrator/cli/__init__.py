@@ -18,7 +18,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # what the encoding of a terminal lacks is a mark there, not an error
+            # What the encoding of a terminal lacks is a mark there, not an error.
+            stream.reconfigure(errors="replace")
     parser = build_parser()
     arguments, rest = parser.parse_known_args(argv)
     if rest and not getattr(arguments, "takes_overrides", False):
