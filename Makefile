@@ -70,8 +70,9 @@ bench: $(READY) adapters ## print every figure; ONLY=name for one benchmark
 adapters: $(READY) # virtualenvs with the libraries that environments are adapted from; quick when they are there
 	@PYTHON=$(BIN)/python tests/adapters/setup_venvs || echo "tests of what could not be installed will be skipped"
 
-docs: $(READY) ## write docs/configuration.md and configs/schema.json from the configuration's docstrings
+docs: $(READY) ## write docs/configuration.md, docs/metrics.md and configs/schema.json from what the code says
 	$(BIN)/python -m orchestrator.config.reference docs/configuration.md
+	$(BIN)/python -m orchestrator.views.metrics_reference docs/metrics.md
 	$(BIN)/orchestrator schema > configs/schema.json
 
 lock: ## write constraints.txt anew, from the newest versions that pyproject.toml allows

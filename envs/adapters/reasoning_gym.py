@@ -55,6 +55,7 @@ class ReasoningGym(Environment):
         self._size = size
         self._instructions = library("utils").SYSTEM_PROMPTS.get(instructions, instructions)
         tag = re.escape(answer_tag)
+        self._closing = f"</{answer_tag}>"
         self._answer = re.compile(rf"<{tag}>\s?(.*?)\s?</{tag}>", re.DOTALL)
         self._sources, self._weights = build_sources(name, config)
         self._scoring = ThreadPoolExecutor(_SCORING_THREADS, thread_name_prefix="reasoning-gym-score")
@@ -84,7 +85,8 @@ class ReasoningGym(Environment):
 
     def answer(self, text: str) -> str | None:
         """The answer in a reply, None for an empty one."""
-        found = self._answer.findall(text)
+        # Behind the last closing tag nothing is found, and a search from every opening one would take long.
+        found = self._answer.findall(text[: text.rfind(self._closing) + len(self._closing)])
         return (found[-1].strip() if found else text.strip()) or None
 
     async def close(self) -> None:

@@ -14,7 +14,8 @@ from envs.dataset.template import LETTERS, find
 _ALONE = re.compile(r"\W*([A-Za-z])\W*")
 _BEGINS = re.compile(r"\W*([A-Za-z])\s*[).:](?:\s|$)")
 _ANNOUNCED = re.compile(
-    r"(?i:\b(?:answer|choice|option)\b\W*(?:is|would be)?)[\s:*(\[{\"'`$\\]*(?:boxed\{|text\{)*([A-Za-z])\b"
+    # What stands between is taken once and for all (`*+`): thousands of spaces would be shared out in every way otherwise.
+    r"(?i:\b(?:answer|choice|option)\b\W*+(?:is|would be)?)[\s:*(\[{\"'`$\\]*+(?:boxed\{|text\{)*([A-Za-z])\b"
 )
 
 

@@ -5,14 +5,14 @@ environment is made, so that a run with a bad row does not start. A task is one 
 loop with tools, and one score.
 """
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from envs.dataset import arrow
+from envs.dataset.patterns import ReplyPattern
 from envs.dataset.rows import Row, Rows, check_columns, find_file, open_rows
-from envs.dataset.scoring import NO_ANSWER, build_scorer
+from envs.dataset.scoring import NO_ANSWER, Score, build_scorer
 from envs.dataset.splits import Int64s, group_by_value, share_out
 from envs.dataset.template import Template, TemplateError, find
 from envs.environment import Environment, Task
@@ -74,7 +74,7 @@ class DatasetEnvironment(Environment):
         self._prompt = self._template("prompt", prompt)
         self._system = self._template("system", system)
         self._messages = messages
-        self._reply = self._pattern(reply_pattern)
+        self._reply = self._pattern(reply_pattern) if reply_pattern else None
         self._tools = [self._tool(name) for name in tools or ()]
         self._max_turns = max_turns
         self._scorer = build_scorer(scorer, shown=self._shown)
@@ -103,8 +103,7 @@ class DatasetEnvironment(Environment):
             said, metrics, stop_reason = chat.text, chat.metrics, chat.stop_reason
         else:
             said = (await model.chat(self.conversation(task))).text
-        answer = self._answer_in(said)
-        score = NO_ANSWER if answer is None else await self._scorer.score(answer, task)
+        score = await self._score(said, task)
         metrics |= {"answered": float(score.answered), **score.metrics}
         return model.rollout(score.reward, metrics=metrics, stop_reason=stop_reason)
 
@@ -121,14 +120,20 @@ class DatasetEnvironment(Environment):
         await self._scorer.setup()
 
     async def close(self) -> None:
+        if self._reply is not None:
+            await self._reply.aclose()
         await self._scorer.close()
 
-    def _answer_in(self, text: str) -> str | None:
-        """What counts of a reply: all, or the last match of the pattern; None where it has none."""
+    async def _score(self, said: str, task: Task) -> Score:
+        """Of what counts of a reply: all of it, or what the pattern finds."""
         if self._reply is None:
-            return text
-        found = list(self._reply.finditer(text))
-        return (found[-1][1] if self._reply.groups else found[-1][0]) if found else None
+            return await self._scorer.score(said, task)
+        try:
+            answer = await self._reply.last_in(said)
+        except TimeoutError:
+            return NO_ANSWER._replace(metrics={"timed_out": 1.0})
+        score = NO_ANSWER if answer is None else await self._scorer.score(answer, task)
+        return score._replace(metrics={"timed_out": 0.0, **score.metrics})
 
     def _open(
         self, path: Path, files: Mapping[str, str], column: str, shares: Mapping[str, float], seed: int
@@ -184,18 +189,11 @@ class DatasetEnvironment(Environment):
             raise EnvironmentLoadError(f"{self._shown}: tools: {error}") from error.__cause__
         return (lambda: tools_of(found())) if isinstance(found, type) else (lambda: made)
 
-    def _pattern(self, pattern: str) -> "re.Pattern[str] | None":
-        if not pattern:
-            return None
+    def _pattern(self, pattern: str) -> ReplyPattern:
         try:
-            compiled = re.compile(pattern, re.DOTALL)
-        except re.error as error:
-            raise EnvironmentLoadError(f"{self._shown}: reply_pattern: {error}") from None
-        if compiled.groups > 1:
-            raise EnvironmentLoadError(
-                f"{self._shown}: reply_pattern has {compiled.groups} groups; one at most"
-            )
-        return compiled
+            return ReplyPattern(pattern)
+        except ValueError as error:
+            raise EnvironmentLoadError(f"{self._shown}: reply_pattern {error}") from None
 
 
 class DatasetLoader:

@@ -18,6 +18,7 @@ from envs.inference_client import InferenceClient
 from envs.model import Model, ModelSettings
 
 _REPLY = "reply"
+_THOUGHT = "</think>"
 _THINKING = re.compile(r"<think>.*?</think>", re.DOTALL)
 
 
@@ -76,7 +77,7 @@ class Judge(Scorer):
             raise RolloutFailure(
                 f"judge_{failure.kind}", f"judge: {failure.message}", retryable=failure.retryable
             ) from None
-        number = last_number(_THINKING.sub("", said.text))
+        number = last_number(_without_thoughts(said.text))
         if number is None or not 0 <= number <= self._best:
             raise RolloutFailure(
                 "judge_unreadable",
@@ -84,3 +85,9 @@ class Judge(Scorer):
                 retryable=True,
             )
         return Score(float(number) / self._best)
+
+
+def _without_thoughts(text: str) -> str:
+    # Behind the last end of a thought there is none, and a search from every beginning of one would take long.
+    end = text.rfind(_THOUGHT) + len(_THOUGHT) if _THOUGHT in text else 0
+    return _THINKING.sub("", text[:end]) + text[end:]

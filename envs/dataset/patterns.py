@@ -1,4 +1,4 @@
-"""Scorers that may take for ever on the wrong text, and therefore run aside: regular expressions, mathematics.
+"""What may take for ever on the wrong text, and therefore runs aside: regular expressions, mathematics.
 
 A reply that is not scored in time is worth nothing, and the metric `timed_out` is 1. The library of mathematics,
 math-verify, is an extra; it finds the answer in the reply itself, in \\boxed{…} or at its end.
@@ -16,6 +16,32 @@ from envs.dataset.template import find
 
 INSTALL = "pip install 'rollout-orchestrator[math]'"
 _LATE = Score(0.0, metrics={"timed_out": 1.0})
+_LONGEST_SEARCH_S = 5.0
+
+
+class ReplyPattern:
+    """Takes the answer out of a reply: the last match of a pattern, or its group. ValueError for what is no such pattern."""
+
+    def __init__(self, pattern: str) -> None:
+        try:
+            groups = re.compile(pattern, re.DOTALL).groups
+        except (re.error, RecursionError, OverflowError) as error:
+            raise ValueError(f"is not a regular expression: {error}") from None
+        if groups > 1:
+            raise ValueError(f"has {groups} groups; one at most")
+        self._pattern = pattern
+        self._aside = Aside(
+            "envs.dataset.patterns:last_match", most=os.cpu_count() or 1, timeout_s=_LONGEST_SEARCH_S
+        )
+
+    async def last_in(self, reply: str) -> str | None:
+        """The answer, None where there is none; TimeoutError when the search takes too long."""
+        found: str | None = await self._aside.call(self._pattern, reply)
+        return found
+
+    async def aclose(self) -> None:
+        """End the helpers."""
+        await self._aside.aclose()
 
 
 class Regex(Scorer):
@@ -85,6 +111,14 @@ class MathEquivalence(Scorer):
 
     async def close(self) -> None:
         await self._aside.aclose()
+
+
+def last_match(pattern: str, reply: str) -> str | None:
+    """The last match of a pattern, or of its group where it has one. Runs aside."""
+    last = None
+    for found in re.finditer(pattern, reply, re.DOTALL):
+        last = found
+    return None if last is None else last[last.re.groups]
 
 
 def matches(pattern: str, reply: str, full: bool) -> bool:

@@ -35,6 +35,7 @@ def find_problems(data: Mapping[str, Any]) -> list[Problem]:
         *_initial_weights(data),
         *_ranks(data),
         *_exposure(data),
+        *_trackers(data),
     ]
 
 
@@ -182,6 +183,21 @@ def _ranks(data: Mapping[str, Any]) -> Iterator[Problem]:
         )
     if batch.get("unit", "sequences") == "sequences" and size % world_size:
         yield "trainer.world_size", f"a batch of {size} cannot be shared equally by {world_size} ranks"
+
+
+def _trackers(data: Mapping[str, Any]) -> Iterator[Problem]:
+    """A tracker twice would log twice into one place; options of one that is not used were meant for another."""
+    track = _table(data, "track")
+    used = track.get("use")
+    names = [name for name in used if isinstance(name, str)] if isinstance(used, list) else []
+    for name in sorted({name for name in names if names.count(name) > 1}):
+        yield "track.use", f'"{name}" is there more than once'
+    options = track.get("options")
+    for name in options if isinstance(options, Mapping) else ():
+        if name in ("wandb", "tensorboard"):
+            yield f"track.options.{name}", f"its settings belong into [track.{name}]"
+        elif name not in names:
+            yield f'track.options."{name}"', f"track.use does not name it; {nearest(str(name), names)}"
 
 
 def _exposure(data: Mapping[str, Any]) -> Iterator[Problem]:

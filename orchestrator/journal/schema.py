@@ -62,7 +62,10 @@ CREATE TABLE batches (
     formed_at REAL NOT NULL,
     acknowledged_at REAL,
     kept INTEGER NOT NULL DEFAULT 1,
-    row_checksum INTEGER NOT NULL DEFAULT 0
+    row_checksum INTEGER NOT NULL DEFAULT 0,
+    facts TEXT,
+    tasks TEXT,
+    states BLOB
 );
 CREATE INDEX batches_kept ON batches (kept, step);
 
@@ -90,6 +93,10 @@ CREATE TABLE counters (
 ) WITHOUT ROWID;
 
 CREATE TABLE states (key TEXT PRIMARY KEY, value TEXT NOT NULL, at REAL NOT NULL) WITHOUT ROWID;
+
+CREATE TABLE versions (version INTEGER PRIMARY KEY, step INTEGER NOT NULL, path TEXT, at REAL NOT NULL);
+
+CREATE TABLE reports (step INTEGER PRIMARY KEY, data TEXT NOT NULL);
 
 CREATE TABLE evals (
     id INTEGER PRIMARY KEY AUTOINCREMENT,

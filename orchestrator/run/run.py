@@ -14,7 +14,7 @@ from typing import Any
 
 import structlog
 
-from envs.errors import shown_url
+from envs.addresses import shown_url
 from envs.wire import Failure, Result
 from orchestrator.dispatch.ledger import Lane
 from orchestrator.dispatch.ports import GroupCompleted, GroupDropped
@@ -87,6 +87,7 @@ class Run:
         """Begin, or go on where an earlier process ended; everything is restored and the servers are there."""
         self.state = RunState.RUNNING
         self.progressed = now
+        self.parts.facts.begin(now)
         versions = self.parts.versions
         if versions.serving != versions.published:
             self._out.append(LoadWeights(versions.published, self.weights_path))
@@ -101,6 +102,7 @@ class Run:
             group.version_end = max(group.version_end, attempt.endpoint.version_newest)
             if group.lane is Lane.TRAIN:
                 parts.sink.saw(group.env, result)
+                parts.facts.returned(group.env, result, now - attempt.started)
         parts.dispatcher.finish(attempt, result, now)
         self._absorb(now)
 
@@ -110,6 +112,7 @@ class Run:
         parts = self.parts
         if not attempt.ended:
             parts.facts.failed(attempt.group.lane, attempt.group.env, failure.kind, failure.described)
+            parts.archive.attempt_failed(attempt.group, failure, now)
         if together:
             parts.dispatcher.lose(attempt, together, now)
         else:
@@ -142,6 +145,8 @@ class Run:
         reports = self.parts.facts.reports
         before = reports.trouble
         problem = reports.add(step, metrics)
+        if not problem:
+            self.parts.journal.record_report(step, metrics)
         if reports.trouble and not before:
             log.warning("trainer.mismatch", found=reports.trouble, remedy=MISMATCH_REMEDY)
         return problem
@@ -160,6 +165,9 @@ class Run:
         self.weights_path = path
         if version <= versions.formed:
             versions.trained = max(versions.trained, version)
+        # Numbered in another way: it comes after the step that follows those which are known to be trained on.
+        step = version if version <= versions.formed else min(versions.trained + 1, versions.formed)
+        self.parts.journal.record_version(version, step, path)
         if self.settings.mode == "drop":
             self.parts.dispatcher.drop_stale()
             self._absorb(now)
@@ -180,6 +188,7 @@ class Run:
         if version == self.parts.versions.published:
             self.weights_path = self.loaded_path
         self.parts.versions.withdraw(version)
+        self.parts.journal.forget_version(version)
         self.save(now)
 
     def on_control(self, command: Command, origin: Origin, now: float) -> Reply:
@@ -265,6 +274,7 @@ class Run:
     def advance(self, now: float, *, at_most: int = 256) -> bool:
         """Decide everything that is to be decided now; whether there is more to do at once."""
         parts = self.parts
+        parts.facts.spends(self._doing(), now)
         if self.state is RunState.RUNNING:
             self._report_quarantines(now)
             available = frozenset(name for name, port in parts.train.items() if port.available)
@@ -286,6 +296,17 @@ class Run:
                 absorbed = self._absorb(now)
             self._end_if_complete()
         return more or absorbed
+
+    def _doing(self) -> str:
+        """What the run's time goes to; see `facts.interval.TIMES`."""
+        parts = self.parts
+        if not parts.sink.wanted:
+            return "trainer"
+        if parts.pace.reserved:
+            return "rollouts"
+        if parts.versions.serving != parts.versions.published:
+            return "weights"
+        return "trainer" if parts.versions.formed > parts.versions.trained else "rollouts"
 
     def next_event_at(self, now: float) -> float | None:
         """When `advance` has something to do even if nothing happens."""
@@ -324,13 +345,13 @@ class Run:
         if seen == self._formed_from and (due is None or now < due):
             return
         before = parts.versions.formed
-        parts.sink.form(now, available, at_once=at_once)
+        parts.sink.form(now, available, at_once=at_once, states=self.states)
         overdue = self._patience.overdue(parts.sink.held, now)
         while overdue is not None:
             log.warning("group.overdue", task=overdue.task.key, seconds=round(now - overdue.opened, 1))
             parts.dispatcher.drop(overdue, "overdue", again=True)
             self._absorb(now)
-            parts.sink.form(now, available, at_once=at_once)
+            parts.sink.form(now, available, at_once=at_once, states=self.states)
             overdue = self._patience.overdue(parts.sink.held, now)
         self.held_until = self._patience.ends_at(parts.sink.held)
         self._formed_from = (
@@ -377,6 +398,7 @@ class Run:
             self._patience.learn(group.env, now - group.opened)
             self.parts.sink.completed(group, now)
         else:
+            self.parts.archive.evaluated(group, now)
             result = self.parts.eval_sink.completed(group, now)
             if result is not None:
                 log.info("eval.finished", **result)
@@ -402,23 +424,25 @@ class Run:
 
     def save(self, now: float) -> None:
         """Put what a later process needs into the journal; the latest wins."""
-        parts, record = self.parts, self.parts.journal.record_state
-        version = parts.versions.state_dict()
-        record(
-            "version",
-            {
-                **version,
+        self.parts.journal.record_states(self.states(now))
+
+    def states(self, now: float) -> dict[str, Any]:
+        """What a later process needs, by the name of its part."""
+        parts = self.parts
+        return {
+            "version": {
+                **parts.versions.state_dict(),
                 "path": self.weights_path,
                 "loaded_path": self.loaded_path,
                 "trained": parts.versions.trained,
             },
-        )
-        record("mix", parts.mix.state_dict())
-        record("facts", parts.facts.state_dict(now))
-        record("ledger", parts.ledger.state_dict())
-        record("evals", parts.evaluations.state_dict())
-        record("buffer", parts.buffer.state_dict())
-        record("control", self.control.changes.state())
+            "mix": parts.mix.state_dict(),
+            "facts": parts.facts.state_dict(now),
+            "ledger": parts.ledger.state_dict(),
+            "evals": parts.evaluations.state_dict(),
+            "buffer": parts.buffer.state_dict(),
+            "control": self.control.changes.state(),
+        }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from an earlier process; the mix says what changed in the configuration meanwhile."""

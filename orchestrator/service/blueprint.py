@@ -40,6 +40,7 @@ from orchestrator.run.settings import (
 )
 from orchestrator.service.env_blueprint import verify_env
 from orchestrator.service.secrets import read_variable, trainer_keys, trainer_token
+from orchestrator.service.track_blueprint import build_setup
 from orchestrator.tasks.evaluations import EvalPlan
 
 
@@ -67,6 +68,7 @@ def find_faults(config: Config) -> list[str]:
         lambda: read_variable("http.token_env", config.http.token_env),
         lambda: trainer_token(config),
         lambda: trainer_keys(config),
+        *(partial(build_setup, config, name) for name in config.track.use),
     ]
     problems = []
     for build in parts:
@@ -278,5 +280,6 @@ def describe_start(config: Config) -> list[str]:
     if config.http.enabled:
         port = f":{config.http.port}" if config.http.port else ", a free port"
         lines.append(f"HTTP at http://{config.http.host}{port}")
+    lines += [f"tracker {name}" for name in config.track.use]
     lines.append(f"run directory {Path(config.run_dir)}")
     return lines

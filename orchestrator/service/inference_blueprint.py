@@ -1,6 +1,6 @@
 """From configuration to the pool of inference servers: addresses, what they begin with, what training asks of them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from envs.model import unpacked
@@ -18,6 +18,7 @@ from orchestrator.inference import (
 )
 from orchestrator.inference.checkpoint import find_problem
 from orchestrator.local.children import LocalChildren
+from orchestrator.local.policy import find_policy_flaw
 from orchestrator.service.env_blueprint import merged, train_sampling
 from orchestrator.service.secrets import read_variable
 
@@ -83,6 +84,13 @@ def initial_path(config: Config) -> str | None:
         remedy = "if only the servers see the folder, set inference.check_weights = false"
         raise ConfigError(f"inference.initial_weights: {problem}; {remedy}")
     return str(folder) if looked_at else named
+
+
+def flaw_finder(config: Config) -> Callable[[str], str]:
+    """What is wrong with the weights at a path, as far as this machine can see and is asked to look."""
+    if config.local is not None:
+        return find_policy_flaw
+    return (lambda path: find_problem(Path(path))) if config.inference.check_weights else lambda path: ""
 
 
 def _beginning(config: Config, train: bool) -> Beginning:

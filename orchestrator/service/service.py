@@ -36,6 +36,9 @@ from orchestrator.service.control import ControlDesk, changes_of, token_file
 from orchestrator.service.driver import Driver
 from orchestrator.service.front import Front
 from orchestrator.service.health import Watchdog
+from orchestrator.service.metrics_file import MetricsFile
+from orchestrator.service.page import live_feed
+from orchestrator.service.track_blueprint import build_setups, shown_config
 from orchestrator.service.weights import VersionChecks, WeightLoader
 from orchestrator.service.wiring import (
     EvaluationFile,
@@ -43,8 +46,10 @@ from orchestrator.service.wiring import (
     build_batch_server,
     join_shells,
     note_identity,
+    open_archive,
     open_journal,
 )
+from orchestrator.track import Trackers
 from orchestrator.trainer_link.encoding import check_shares
 from orchestrator.trainer_link.server import PROBE_S, BatchServer, Link, open_link
 from orchestrator.trainer_link.versions import POLL_S, VersionWatcher
@@ -119,6 +124,7 @@ class Service:
             self.loader.run(self.driver),
             self.checks.run(),
             self.front.lag.run(),
+            self.front.disk.run(config.run_dir),
             watchdog.run(),
             self.pool.run(),
             self.train.run(),
@@ -219,16 +225,23 @@ class _EndOfRun(Exception):  # noqa: N818  not an error: it ends the group of pa
 
 @asynccontextmanager
 async def start_service(
-    config: Config, *, fresh: bool = False, front: Front | None = None, link: Link | None = None
+    config: Config,
+    *,
+    fresh: bool = False,
+    rewind_to: int | None = None,
+    front: Front | None = None,
+    link: Link | None = None,
 ) -> AsyncIterator[Service]:
     """Start every part; stop them when the block is left.
 
-    Who gives a `front` can look at the start meanwhile. `link`: a way to the trainer in place of the configured one.
+    `rewind_to`: a step to set the run back to. Who gives a `front` can look at the start meanwhile. `link`: a way to the trainer in place of the configured one.
     """
     blueprint.verify(config)
     async with AsyncExitStack() as stack:
         failed: asyncio.Future[JournalError] = asyncio.get_running_loop().create_future()
-        journal = await stack.enter_async_context(open_journal(config, fresh, failed))
+        journal = await stack.enter_async_context(
+            open_journal(config, failed, fresh=fresh, rewind_to=rewind_to)
+        )
         front = front or build_front(config)
         # Addresses in use are found before anything is started, and the status can be asked for from here on.
         desk = ControlDesk(front)
@@ -246,6 +259,7 @@ async def start_service(
             [batch for batch in recovered.batches if batch.step not in recovered.acknowledged],
             config.trainer.world_size,
         )
+        archive = await open_archive(config, journal, recovered, stack)
         weights = JournaledWeights(recovered.state)
         weights.begin_with(inference_blueprint.initial_path(config) if weights.begins else None)
         children = await stack.enter_async_context(LocalChildren(config.run_dir))
@@ -272,6 +286,14 @@ async def start_service(
             front,
         )
         note_identity(config, journal, train)
+        trackers = Trackers(
+            build_setups(config),
+            config=shown_config(config),
+            run_id=journal.run_id,
+            resumed=not recovered.empty,
+        )
+        stack.push_async_callback(trackers.aclose)
+        front.trackers = trackers.status
         offers = Offers(config.max_steps)
         run = build_run(
             blueprint.build_settings(config, train, evals, endpoints=endpoints),
@@ -279,12 +301,14 @@ async def start_service(
             evals=evals,
             pool=pool,
             journal=journal,
+            archive=archive,
             offer=offers,
             now=time.monotonic(),
         )
         run.begins_with_trainer = config.inference.initial_weights == FROM_TRAINER
         with JournalReader(config.run_dir) as reader:
             resume(run, recovered, weights, reader.evals())
+        await stack.enter_async_context(MetricsFile(config.run_dir, [trackers.tell]))
         results = EvaluationFile(config.run_dir)
         results.rewrite(run.parts.eval_sink.results)
         checks, loader = VersionChecks(pool, local=config.local is not None), WeightLoader(pool)
@@ -381,7 +405,11 @@ async def _serve_http(config: Config, stack: AsyncExitStack, front: Front, desk:
     app = build_app(status=front.status, metrics=front.metrics, token=token)
     own_token = stack.enter_context(token_file(config.run_dir))
     add_control(app, tell=desk.tell, tokens=[own_token, *([token] if token else [])])
-    return await stack.enter_async_context(serve_http(app, host=config.http.host, port=config.http.port))
+    feed = live_feed(config.run_dir, front.status)
+    feed.add_to(app)
+    address = await stack.enter_async_context(serve_http(app, host=config.http.host, port=config.http.port))
+    stack.callback(feed.close)
+    return address
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

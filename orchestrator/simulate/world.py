@@ -27,6 +27,7 @@ from orchestrator.run.resume import JournaledWeights, resume
 from orchestrator.run.run import Run
 from orchestrator.run.settings import RunSettings
 from orchestrator.simulate.journal import MemoryJournal
+from orchestrator.sinks.archive import NoArchive
 
 Draw = Callable[[random.Random], float]
 
@@ -227,7 +228,7 @@ class World:
         self.starts: list[Attempt] = []
         self.cancels: list[Attempt] = []
         self.ended = ""
-        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._events: list[tuple[float, int, Callable[[], object]]] = []
         self._count = itertools.count()
         self._life = 0
         self._offered: dict[int, Batch] = {}
@@ -248,6 +249,7 @@ class World:
             evals={name: self.envs[name] for name in evals},
             pool=self.pool,
             journal=self.journal,
+            archive=NoArchive(),
             offer=self._offer,
             now=self.now,
         )
@@ -306,7 +308,7 @@ class World:
             self.run.end(self._drains)
             self._perform()
 
-    def at(self, delay: float, event: Callable[[], None]) -> None:
+    def at(self, delay: float, event: Callable[[], object]) -> None:
         """Something will happen."""
         heapq.heappush(self._events, (self.now + delay, next(self._count), event))
 

@@ -40,13 +40,14 @@ log = structlog.get_logger()
 class Request(web.BaseRequest):
     """A request whose answer may be written piece by piece."""
 
-    def stay_open_if_read(self) -> None:
-        """Call it before each piece: the idle time begins anew if the client has taken all that was written."""
-        if (
-            self.transport is not None
-            and self.transport.get_write_buffer_size() == 0
-            and isinstance(self.protocol, _Connection)
-        ):
+    @property
+    def is_read(self) -> bool:
+        """Whether the client has taken all that was written so far."""
+        return self.transport is not None and self.transport.get_write_buffer_size() == 0
+
+    def stay_open(self) -> None:
+        """The idle time begins anew; call it before a piece, if what came before it was read."""
+        if isinstance(self.protocol, _Connection):
             self.protocol.postpone_deadline()
 
 
@@ -173,7 +174,8 @@ class _Server(web.Server):
     def connection_made(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:
         super().connection_made(handler, transport)
         if len(self.connections) > self._max_connections:
-            transport.abort()
+            # Not before its task has begun to wait for a request, and before any request is read.
+            self._loop.call_soon(transport.abort)
         elif isinstance(handler, _Connection):
             handler.postpone_deadline()
 

@@ -179,6 +179,18 @@ def test_a_reply_must_be_json_of_the_schema(
     assert [rollout["metrics"]["parsed"] for rollout in rollouts] == [1.0, 1.0, 1.0, 0.0]
 
 
+def test_a_schema_whose_pattern_takes_for_ever_is_stopped(dataset: Driver, tmp_path: Path) -> None:
+    """A reply that is not validated in time is worth nothing, and the next is validated again."""
+    scorer = {
+        "name": "json_schema",
+        "schema": {"type": "string", "pattern": "^(a|a)*$"},
+        "timeout_s": 2.0,
+    }
+    late, right = scored(dataset, tmp_path, {}, scorer, [json.dumps("a" * 60 + "b"), '"aaa"'])
+    assert (late["reward"], late["metrics"]["timed_out"]) == (0.0, 1.0)
+    assert (right["reward"], right["metrics"]["timed_out"]) == (1.0, 0.0)
+
+
 def test_a_schema_that_is_none_is_a_mistake(dataset: Driver, tmp_path: Path) -> None:
     """Of the configuration, or of a line."""
     path = tmp_path / "rows.jsonl"

@@ -209,6 +209,15 @@ def test_a_mistake_is_one_line_that_names_the_remedy(
     assert "\n" not in played["load_error"]
 
 
+def test_a_reply_that_opens_answers_without_end_is_read_at_once(reasoning_gym: Driver) -> None:
+    """As a policy that repeats itself writes them; the last that is closed counts."""
+    endless = "<answer>" * 100_000
+    answered = reasoning_gym.rollout(
+        "reasoning_gym::chain_sum", turns=[[{"content": f"<answer>1</answer>{endless}"}]]
+    )
+    assert answered["rollouts"][0]["metrics"]["answered"] == 1.0
+
+
 def test_the_configured_system_prompt_comes_first_and_instructions_can_be_left_out(
     reasoning_gym: Driver,
 ) -> None:

@@ -1,5 +1,6 @@
 """Environments of a file and a configuration: what is asked, which rows are in which split, which mistakes are told."""
 
+import asyncio
 import json
 from collections.abc import Mapping
 from importlib.util import find_spec
@@ -93,6 +94,24 @@ async def test_a_pattern_takes_the_answer_out_of_the_reply(tmp_path: Path) -> No
     assert (right.reward, right.metrics["answered"]) == (1.0, 1.0)
     none, _ = await attempt(dataset(written(tmp_path, ROWS), reply_pattern="<answer>(.*?)</answer>"), "2")
     assert (none.reward, none.metrics["answered"]) == (0.0, 0.0)
+
+
+async def test_a_pattern_that_would_search_for_ever_holds_nobody_up(tmp_path: Path) -> None:
+    """The loop goes on meanwhile, and the reply counts as not answered, with a metric that says why."""
+    environment = dataset(written(tmp_path, ROWS), reply_pattern="(?:a+)+b")
+    woken = asyncio.Event()
+    attempted = asyncio.ensure_future(attempt(environment, "a" * 60))
+    asyncio.get_running_loop().call_later(0.1, woken.set)
+    await woken.wait()
+    assert not attempted.done()
+    late, _ = await attempted
+    assert (late.reward, late.metrics["answered"], late.metrics["timed_out"]) == (0.0, 0.0, 1.0)
+
+
+async def test_a_group_that_took_no_part_in_the_match_is_no_answer(tmp_path: Path) -> None:
+    """The match is there, but nothing of it is what counts."""
+    none, _ = await attempt(dataset(written(tmp_path, ROWS), reply_pattern="x|<(.)>"), "x")
+    assert (none.reward, none.metrics["answered"], none.metrics["timed_out"]) == (0.0, 0.0, 0.0)
 
 
 async def test_a_column_may_hold_the_whole_conversation(tmp_path: Path) -> None:
@@ -249,7 +268,7 @@ def test_a_byte_order_mark_and_a_missing_last_line_end_do_no_harm(tmp_path: Path
         ({"split_column": "kind", "split_shares": {"train": 1.0}}, "give one of split_files"),
         ({"split_shares": {"train": -1.0}}, "must not be negative"),
         ({"split_files": {"eval": "nowhere.jsonl"}}, "there is no nowhere.jsonl in"),
-        ({"reply_pattern": "("}, "reply_pattern: missing )"),
+        ({"reply_pattern": "("}, "reply_pattern is not a regular expression: missing )"),
         ({"reply_pattern": "(a)(b)"}, "reply_pattern has 2 groups"),
         ({"tools": ["nowhere_at_all:f"]}, "tools: tool"),
         ({"tools": ["tests.envs.test_dataset:ROWS"]}, "tools: "),

@@ -116,6 +116,13 @@ def test_a_reply_picks_by_letter_or_by_text(reply: str, place: int | None) -> No
     assert pick(reply, ["red", "green", "blue"]) == place
 
 
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("between", [" ", "*", "\\", " is "])
+def test_a_reply_that_announces_and_never_says_is_read_at_once(between: str) -> None:
+    """A policy that repeats itself must not hold up the server that reads it; it took minutes."""
+    assert pick(f"The answer{between * 100_000}7", ["red", "green", "blue"]) is None
+
+
 @pytest.mark.parametrize("answer", ["B", "b", 1, "green", "(B)"])
 async def test_the_answer_of_a_choice_is_a_letter_a_number_or_a_text(answer: Any) -> None:
     """Numbers count from 0."""
@@ -319,7 +326,7 @@ async def test_a_judge_is_asked_and_its_last_number_counts(monkeypatch: pytest.M
     """At an endpoint of its own, with its own key, and never for token ids."""
     monkeypatch.setenv("JUDGE_KEY_OF_TEST", "secret")
     async with chat_endpoint() as endpoint:
-        endpoint.script(completion("<think>9? no</think>Of 10 points I give 7."))
+        endpoint.script(completion("<think>9? no</think>Of 10 points I give 7." + "<think>" * 100_000))
         made = scorer(
             "judge", base_url=endpoint.base_url, system="Be fair.", api_key_env="JUDGE_KEY_OF_TEST", **JUDGE
         )

@@ -437,7 +437,8 @@ async def _count_slowly(request: Request) -> web.StreamResponse:
     await response.prepare(request)
     with suppress(ConnectionError):
         for i in range(1_000_000):
-            request.stay_open_if_read()
+            if request.is_read:
+                request.stay_open()
             await response.write(b"%d\n" % i)
             await asyncio.sleep(0.05)
     return response
@@ -473,7 +474,8 @@ async def test_an_answer_that_nobody_reads_ends_with_the_idle_time() -> None:
         await response.prepare(request)
         with suppress(ConnectionError):
             while True:
-                request.stay_open_if_read()
+                if request.is_read:
+                    request.stay_open()
                 await response.write(b"x" * 100_000)
                 written += 100_000
                 await asyncio.sleep(0)

@@ -73,7 +73,7 @@ def test_what_the_trainer_reports_is_shown_with_the_mismatch_first() -> None:
 @pytest.mark.parametrize("width", [50, 80, 120])
 def test_numbers_are_never_cut(width: int) -> None:
     """A narrow terminal shows fewer columns and shorter names; what it shows is whole, and no line is too long."""
-    env = env_status(completed=1234567, dispatched=2345678)
+    env = env_status(completed=1234567, dispatched=2345678, failed=1111099)
     out = shown(sample_status(envs={"an-environment-with-a-name-that-is-long": env}), width)
     lines = out.splitlines()
     (row,) = [line for line in lines if line.startswith("an-env")]
@@ -208,9 +208,9 @@ def test_the_summary_fits_a_narrow_terminal() -> None:
 def test_the_display_tells_what_a_failing_env_raised() -> None:
     """While it matters: an env of which hardly a rollout fails needs no line."""
     said = "KeyError: 'missing', at mine.py:15 in rollout"
-    failing = env_status(dispatched=16, completed=0, inflight=0, failure=said)
+    failing = env_status(dispatched=16, completed=0, inflight=0, failed=16, failure=said)
     assert f'env "math": 16 of 16 rollouts did not end well, the last: {said}' in shown(
         sample_status(envs={"math": failing})
     )
-    well = env_status(dispatched=1000, completed=990, inflight=0, failure=said)
+    well = env_status(dispatched=1000, completed=990, inflight=0, failed=10, failure=said)
     assert said not in shown(sample_status(envs={"math": well}))
