@@ -1,7 +1,8 @@
-"""Which addresses stay on this machine: the one answer for what needs keys or a token and what does not."""
+"""Addresses: which stay on this machine and need neither keys nor a token, which can be used, and how they are shown."""
 
+from functools import lru_cache
 from ipaddress import ip_address
-from urllib.parse import urlsplit
+from urllib.parse import urlsplit, urlunsplit
 
 
 def is_loopback(address: str) -> bool:
@@ -25,3 +26,13 @@ def base_url_problem(url: str) -> str:
     if not url.partition("://")[2].rstrip("/").partition("/")[2]:
         return f'"{url}" ends before its path; did you mean "{url.rstrip("/")}/v1"?'
     return ""
+
+
+@lru_cache(maxsize=256)
+def shown_url(url: str) -> str:
+    """A URL as messages may show it: without credentials and query."""
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        return url.rpartition("@")[2].partition("?")[0]
+    return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))

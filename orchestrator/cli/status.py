@@ -138,6 +138,12 @@ def _bars(console: "Console") -> str:
     return PLAIN_BARS if console.options.ascii_only else BARS
 
 
+def _address_of(run_dir: Path | None) -> str:
+    if run_dir is None:
+        raise ConfigError("status needs a run directory or --url")
+    return address_of(run_dir)
+
+
 def address_of(run_dir: Path) -> str:
     """Where the service of a run directory serves HTTP; ConfigError if it does not, or if there is no run."""
     path = run_dir / "addresses.json"

@@ -20,8 +20,7 @@ from typing import Self
 import aiohttp
 import structlog
 
-from envs.addresses import base_url_problem
-from envs.errors import shown_url
+from envs.addresses import base_url_problem, shown_url
 from orchestrator.errors import ConfigError
 from orchestrator.inference import startup
 from orchestrator.inference.broadcast import Broadcast, UpdateReport

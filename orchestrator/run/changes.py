@@ -10,7 +10,7 @@ from typing import Any, Self
 
 import msgspec
 
-from envs.errors import shown_url
+from envs.addresses import shown_url
 from orchestrator.run.commands import Origin
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import structlog
 
-from envs.errors import shown_url
+from envs.addresses import shown_url
 from orchestrator.dispatch.waits import Wait, WaitKind
 from orchestrator.errors import OrchestratorError
 from orchestrator.run.changes import Change, Changes, Mark

@@ -14,7 +14,7 @@ from typing import Any
 
 import structlog
 
-from envs.errors import shown_url
+from envs.addresses import shown_url
 from envs.wire import Failure, Result
 from orchestrator.dispatch.ledger import Lane
 from orchestrator.dispatch.ports import GroupCompleted, GroupDropped

@@ -228,7 +228,7 @@ class World:
         self.starts: list[Attempt] = []
         self.cancels: list[Attempt] = []
         self.ended = ""
-        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._events: list[tuple[float, int, Callable[[], object]]] = []
         self._count = itertools.count()
         self._life = 0
         self._offered: dict[int, Batch] = {}
@@ -308,7 +308,7 @@ class World:
             self.run.end(self._drains)
             self._perform()
 
-    def at(self, delay: float, event: Callable[[], None]) -> None:
+    def at(self, delay: float, event: Callable[[], object]) -> None:
         """Something will happen."""
         heapq.heappush(self._events, (self.now + delay, next(self._count), event))
 

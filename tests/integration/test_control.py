@@ -35,6 +35,13 @@ async def policy() -> AsyncIterator[str]:
         yield base_url
 
 
+@pytest.fixture
+async def other() -> AsyncIterator[str]:
+    """The address of another one."""
+    async with run_policy_server() as base_url:
+        yield base_url
+
+
 async def post(address: str | None, body: Any, **headers: str) -> tuple[int, dict[str, Any]]:
     """What a POST to the control address is answered with."""
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
@@ -164,13 +171,13 @@ async def test_a_ratio_changes_the_delivered_mix_and_outlives_kill_9(tmp_path: P
 
 
 async def test_inference_servers_are_exchanged_under_load_with_nothing_lost(
-    tmp_path: Path, policy: str
+    tmp_path: Path, policy: str, other: str
 ) -> None:
     """One joins with the newest version, the other leaves when its rollouts have ended; no rollout fails."""
     record = TrainerRecord()
     envs = [env("Chat", args={"latency_s": 0.02})]
     config = make_config(tmp_path / "run", policy, envs, max_steps=30)
-    async with run_policy_server() as other, running_service(config) as running, asyncio.TaskGroup() as group:
+    async with running_service(config) as running, asyncio.TaskGroup() as group:
         pool = running.service.pool
         group.create_task(train_here(running.address, record))
         await until(lambda: record.last_step >= 3)

@@ -4,6 +4,7 @@ import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from hypothesis import strategies as st
@@ -126,7 +127,7 @@ class Scenario:
         for time_s in self.endpoint_losses:
             world.at(time_s, lambda: world.lose_endpoint(away_s=7.0))
         for time_s, command in self.commands:
-            world.at(time_s, lambda command=command: world.tell(command))  # type: ignore[misc]  # same
+            world.at(time_s, partial(world.tell, command))
         return world
 
 
