@@ -86,6 +86,8 @@ class _Picture:
             yield bar
         yield _env_table(status, width)
         yield from (Text(plain(line), style="yellow") for line in _troubles(status))
+        if status.changes:
+            yield Text(plain(f"changed by hand: {'; '.join(status.changes)}"), style="cyan")
         yield Text(plain(f"waits for {status.waiting_for}") if status.waiting_for else "", style="dim")
 
 
