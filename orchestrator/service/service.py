@@ -265,10 +265,11 @@ async def start_service(
         children = await stack.enter_async_context(LocalChildren(config.run_dir))
         endpoints = [url.rstrip("/") for url in inference_blueprint.inference_urls(config, children)]
         changes = changes_of(config, recovered, endpoints)
+        first, later = changes.endpoints(endpoints)
         pool = await stack.enter_async_context(
             inference_blueprint.build_pool(
                 config,
-                changes.endpoints(endpoints),
+                first,
                 version=weights.loaded,
                 weights_path=weights.loaded_path,
                 train=True,
@@ -285,6 +286,8 @@ async def start_service(
             [train.connect(), evals.connect(), pool.wait_ready(config.inference.ready_timeout_s)],
             front,
         )
+        for url in later:
+            pool.add_endpoint(url)
         note_identity(config, journal, train)
         trackers = Trackers(
             build_setups(config),
