@@ -127,6 +127,7 @@ def small(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.integration
 @pytest.mark.timeout(180)
 def test_the_configuration_block_of_the_readme_works_after_make_run(tmp_path: Path) -> None:
     """A variable, flags, both checks and the simulation, although the quickstart has a run directory already."""
@@ -173,6 +174,7 @@ def test_the_overrides_of_the_reference_work(small: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.integration
 @pytest.mark.timeout(180)
 def test_the_trainers_of_the_page_about_trainers_work(tmp_path: Path) -> None:
     """One goes on behind a checkpoint, the other serves as rank 0 to the end of the run."""
@@ -219,6 +221,7 @@ async def test_the_trainer_that_lays_sequences_out_works(tmp_path: Path) -> None
     assert {"loss", "logprob_mismatch", "staleness_mean"} <= reported[0][1]
 
 
+@pytest.mark.integration
 @pytest.mark.timeout(180)
 def test_the_programs_that_run_the_service_themselves_work(small: Path) -> None:
     """The one of the README with nothing beside it, the one of the page about trainers with a configuration."""

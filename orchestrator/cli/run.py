@@ -123,7 +123,8 @@ async def _run(config: Config, *, fresh: bool, rewind_to: int | None) -> int:
     from orchestrator.service.blueprint import verify
     from orchestrator.service.health import calm_garbage_collector
     from orchestrator.service.log_file import note, open_log
-    from orchestrator.views.progress import print_summary, show_progress, show_start
+    from orchestrator.views.progress import show_progress, show_start
+    from orchestrator.views.summary import print_summary
 
     verify(config)  # nothing is written for a configuration that cannot be started
     console, display = _console(config)

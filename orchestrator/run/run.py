@@ -300,6 +300,8 @@ class Run:
     def _doing(self) -> str:
         """What the run's time goes to; see `facts.interval.TIMES`."""
         parts = self.parts
+        if self.control.paused is not None:
+            return "paused"
         if not parts.sink.wanted:
             return "trainer"
         if parts.pace.reserved:

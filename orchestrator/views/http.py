@@ -12,6 +12,7 @@ import asyncio
 import hmac
 import ipaddress
 import socket
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from http import HTTPStatus
@@ -30,6 +31,8 @@ MAX_CONNECTIONS = 256
 MAX_BODY_BYTES = 64 * 1024
 IDLE_S = 60.0
 """A connection without a whole request for so long is closed, whether it is silent, slow to ask or slow to read."""
+METRICS_S = 1.0
+"""Scrapers that come within so long of each other get the same text: making it costs milliseconds of the event loop."""
 _SHUTDOWN_S = 2.0
 
 Handler = Callable[["Request"], Awaitable[web.StreamResponse]]
@@ -107,8 +110,15 @@ class App:
         return hmac.compare_digest(given, self._expected)
 
 
-def build_app(*, status: Callable[[], Status], metrics: Callable[[], bytes], token: str | None) -> App:
+def build_app(
+    *,
+    status: Callable[[], Status],
+    metrics: Callable[[], bytes],
+    token: str | None,
+    clock: Callable[[], float] = time.monotonic,
+) -> App:
     """What probes, scrapers and `orchestrator status` ask for."""
+    scraped: tuple[float, bytes] = (float("-inf"), b"")
 
     async def healthz(_: Request) -> web.Response:
         return line(200, "ok")
@@ -121,8 +131,11 @@ def build_app(*, status: Callable[[], Status], metrics: Callable[[], bytes], tok
         return web.Response(body=msgspec.json.encode(status()), content_type="application/json")
 
     async def prometheus(_: Request) -> web.Response:
+        nonlocal scraped
+        if clock() - scraped[0] >= METRICS_S:
+            scraped = (clock(), metrics())
         return web.Response(
-            body=metrics(), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
+            body=scraped[1], headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
         )
 
     app = App(token=token)

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from orchestrator.facts import EnvStatus, Status, by_domain, status_without_run
 from orchestrator.facts.steps import StepRecord
@@ -45,9 +47,10 @@ class RecordedRun:
         """Read on; a run that was started over begins anew."""
         recorded = self.read(max(0, self.series.last - OVERLAP), self._known_evals)
         if recorded.run_id != self.run_id:
+            known = bool(self.run_id)
             self.run_id, self.series, self.ends = recorded.run_id, Series(), None
             self.evals, self._known_evals = [], 0
-            recorded = self.read(0, 0)
+            recorded = self.read(0, 0) if known else recorded
         self._known_evals += len(recorded.evals)
         self.evals = [*self.evals, *recorded.evals][-MAX_EVALS:]
         self.series.put(recorded.records)
@@ -108,14 +111,14 @@ def _env_status(name: str, run: RecordedRun, summary: Mapping[str, Any]) -> EnvS
     return EnvStatus(
         domain=str(told.get("domain") or name),
         target=last.target,
-        actual=run.series.mean(("env", name, "share")),
+        actual=_mean(run.series.of_env(name, "share")) or 0.0,
         recent=last.share,
         dispatched=ended,
         inflight=0,
         completed=completed,
-        emitted=int(told.get("sequences") or run.series.total(("env", name, "sequences"))),
+        emitted=int(told.get("sequences") or run.series.of_env(name, "sequences").sum()),
         acceptance=float(told.get("acceptance") or (completed / ended if ended else 0.0)),
-        mean_latency_s=run.series.mean(("env", name, "latency_mean")) or None,
+        mean_latency_s=_mean(run.series.of_env(name, "latency_mean")),
         reward=last.reward,
         first_reward=None if first is None else first.reward,
         quarantined=last.quarantined,
@@ -129,3 +132,7 @@ def _env_status(name: str, run: RecordedRun, summary: Mapping[str, Any]) -> EnvS
         failed=ended - completed - outcomes.get("cancelled", 0),
         last=last,
     )
+
+
+def _mean(values: NDArray[np.float64]) -> float | None:
+    return float(values.mean()) if len(values) else None

@@ -7,7 +7,8 @@ that have changed since. Used by one thread at a time.
 """
 
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -27,8 +28,8 @@ RECENT = 50
 _CHANGES = 256
 _DIGITS = 5
 
-Key = tuple[str, str, str]
-"""Of the run, an env or the trainer; the env; the name of the number."""
+Columns = dict[str, NDArray[np.float64]]
+"""By the name of the number; the place of a step is one before its number."""
 
 _LAST_OF_BUCKET = frozenset({"at", "seconds", "version"})
 
@@ -39,7 +40,9 @@ class Series:
     def __init__(self) -> None:
         self.last = 0
         self.revision = 0
-        self._columns: dict[Key, NDArray[np.float64]] = {}
+        self._run: Columns = {}
+        self._envs: dict[str, Columns] = {}
+        self._trainer: Columns = {}
         self._capacity = 64
         self._metrics: Counter[str] = Counter()
         self._changes: deque[tuple[int, int]] = deque(maxlen=_CHANGES)
@@ -61,7 +64,8 @@ class Series:
     @property
     def width(self) -> int:
         """Steps of one point."""
-        points = max(MIN_POINTS, min(MAX_POINTS, MAX_NUMBERS // max(1, len(self._columns))))
+        count = len(self._run) + len(self._trainer) + sum(map(len, self._envs.values()))
+        points = max(MIN_POINTS, min(MAX_POINTS, MAX_NUMBERS // max(1, count)))
         width = 1
         while -(-self.last // width) > points:
             width *= 2
@@ -78,20 +82,22 @@ class Series:
         """The buckets from the one with the step `since` on, column by column."""
         width = self.width
         first = max(0, since - 1) // width
-        lengths = range(first * width, self.last, width)
-        run, envs, trainer = dict[str, Any](), dict[str, dict[str, Any]](), dict[str, Any]()
-        for (kind, env, name), column in self._columns.items():
-            values = _bucket(column[first * width : self.last], width, keep_last=name in _LAST_OF_BUCKET)
-            place = run if kind == "run" else trainer if kind == "trainer" else envs.setdefault(env, {})
-            place[name] = values
+        starts = range(first * width, self.last, width)
+
+        def thinned(columns: Columns) -> dict[str, list[float | None]]:
+            return {
+                name: _bucket(column[first * width : self.last], width, keep_last=name in _LAST_OF_BUCKET)
+                for name, column in columns.items()
+            }
+
         return {
             "width": width,
             "from": first,
             "last": self.last,
-            "steps": [min(start + width, self.last) for start in lengths],
-            "run": run,
-            "envs": envs,
-            "trainer": trainer,
+            "steps": [min(start + width, self.last) for start in starts],
+            "run": thinned(self._run),
+            "envs": {env: thinned(columns) for env, columns in self._envs.items()},
+            "trainer": thinned(self._trainer),
         }
 
     def histograms(self) -> dict[str, list[int]]:
@@ -108,40 +114,30 @@ class Series:
             env: {what: dict(counts) for what, counts in told.items()} for env, told in self._totals.items()
         }
 
-    def mean(self, key: Key) -> float:
-        """Of one column over all steps; 0 of nothing."""
-        values = self._known(key)
-        return float(values.mean()) if len(values) else 0.0
-
-    def total(self, key: Key) -> float:
-        """Of one column over all steps."""
-        return float(self._known(key).sum())
-
-    def _known(self, key: Key) -> NDArray[np.float64]:
-        column = self._columns.get(key, np.empty(0))
+    def of_env(self, env: str, name: str) -> NDArray[np.float64]:
+        """The known values of one number of an env."""
+        column = self._envs.get(env, {}).get(name, np.empty(0))
         return column[~np.isnan(column)]
 
     def _is_known(self, record: StepRecord) -> bool:
         """Whether it says nothing that is not known."""
         return record.step <= self.last and all(
-            ("trainer", "", name) in self._columns
-            and self._columns["trainer", "", name][record.step - 1] == value
+            name in self._trainer and self._trainer[name][record.step - 1] == value
             for name, value in record.trainer.items()
         )
 
     def _put(self, record: StepRecord) -> None:
         step = record.step
+        if step > self._capacity:
+            self._grow(step)
         fresh = step > self.last
         self.last = max(self.last, step)
-        for name, value in _run_numbers(record).items():
-            self._set(("run", "", name), step, value)
-        for name, value in record.trainer.items():
-            self._set(("trainer", "", name), step, value)
-        for env, told in list(record.envs.items())[:MAX_ENVS]:
-            for name, value in _env_numbers(told).items():
-                self._set(("env", env, name), step, value)
-            for name, value in told.metrics.items():
-                self._set_metric(env, name, step, value)
+        self._set(self._run, step, _run_numbers(record))
+        self._set(self._trainer, step, record.trainer)
+        for env, told in islice(record.envs.items(), MAX_ENVS):
+            columns = self._envs.setdefault(env, {})
+            self._set(columns, step, _env_numbers(told))
+            self._set(columns, step, self._bounded(env, columns, told.metrics))
             if fresh:
                 totals = self._totals.setdefault(env, {"outcomes": Counter(), "dropped": Counter()})
                 totals["outcomes"].update(told.outcomes)
@@ -149,28 +145,30 @@ class Series:
         if fresh:
             self._recent.append(record)
 
-    def _set_metric(self, env: str, name: str, step: int, value: float) -> None:
-        key = ("env", env, f"metric {name}")
-        if key not in self._columns:
-            if self._metrics[env] >= MAX_METRICS:
-                return
-            self._metrics[env] += 1
-        self._set(key, step, value)
+    def _bounded(self, env: str, columns: Columns, metrics: Mapping[str, float]) -> dict[str, float]:
+        """An env's own metrics, but for names beyond the first ones."""
+        named = {f"metric {name}": value for name, value in metrics.items()}
+        if self._metrics[env] < MAX_METRICS:
+            room = MAX_METRICS - self._metrics[env]
+            fresh = [name for name in named if name not in columns][:room]
+            self._metrics[env] += len(fresh)
+            return {name: value for name, value in named.items() if name in columns or name in fresh}
+        return {name: value for name, value in named.items() if name in columns}
 
-    def _set(self, key: Key, step: int, value: float | None) -> None:
-        if step > self._capacity:
-            self._grow(step)
-        column = self._columns.get(key)
-        if column is None:
-            column = self._columns[key] = np.full(self._capacity, np.nan)
-        column[step - 1] = np.nan if value is None else value
+    def _set(self, columns: Columns, step: int, numbers: Mapping[str, float | None]) -> None:
+        """A number that is not known is NaN, which is what numpy makes of None."""
+        for name, value in numbers.items():
+            if name not in columns:
+                columns[name] = np.full(self._capacity, np.nan)
+            columns[name][step - 1] = value
 
     def _grow(self, step: int) -> None:
         more = max(step, 2 * self._capacity) - self._capacity
         self._capacity += more
         rest = np.full(more, np.nan)
-        for key, column in self._columns.items():
-            self._columns[key] = np.concatenate([column, rest])
+        for columns in (self._run, self._trainer, *self._envs.values()):
+            for name, column in columns.items():
+                columns[name] = np.concatenate([column, rest])
 
 
 def _run_numbers(record: StepRecord) -> dict[str, float | None]:
