@@ -43,7 +43,9 @@ class MemoryJournal:
     evicted: list[tuple[Group, str]] = field(default_factory=list)
     evals: list[dict[str, Any]] = field(default_factory=list)
     steps: list[StepRecord] = field(default_factory=list)
+    versions: dict[int, tuple[int, str | None]] = field(default_factory=dict)
     reports: list[tuple[int, dict[str, float]]] = field(default_factory=list)
+    controls: list[tuple[float, str, Mapping[str, Any]]] = field(default_factory=list)
     acknowledged: int = 0
     _queued: dict[str, Group] = field(default_factory=dict)
     _resolved: dict[str, set[int]] = field(default_factory=dict)
@@ -99,11 +101,20 @@ class MemoryJournal:
     def record_states(self, states: Mapping[str, Any]) -> None:
         self._states.update({key: json.dumps(value) for key, value in states.items()})
 
+    def record_version(self, version: int, step: int, path: str | None) -> None:
+        self.versions[version] = (step, path)
+
+    def forget_version(self, version: int) -> None:
+        self.versions.pop(version, None)
+
     def record_report(self, step: int, metrics: Mapping[str, float]) -> None:
         self.reports.append((step, dict(metrics)))
 
     def record_eval(self, data: dict[str, Any]) -> None:
         self.evals.append(data)
+
+    def record_control(self, at: float, origin: str, command: Mapping[str, Any]) -> None:
+        self.controls.append((at, origin, command))
 
     def recover(self) -> MemoryRecovery:
         """What a restart would find."""
