@@ -59,9 +59,13 @@ CREATE TABLE counts (
     rollouts INTEGER NOT NULL,
     PRIMARY KEY (env, split, outcome)
 ) WITHOUT ROWID;
+CREATE TRIGGER group_is_counted AFTER INSERT ON groups BEGIN
+    INSERT INTO counts VALUES (new.env, new.split, new.outcome, 1, new.rollouts)
+    ON CONFLICT DO UPDATE SET groups = groups + 1, rollouts = rollouts + excluded.rollouts;
+END;
 CREATE TRIGGER group_is_counted_anew AFTER UPDATE OF outcome ON groups BEGIN
-    INSERT INTO counts VALUES (old.env, old.split, old.outcome, -1, -old.rollouts)
-    ON CONFLICT DO UPDATE SET groups = groups - 1, rollouts = rollouts + excluded.rollouts;
+    UPDATE counts SET groups = groups - 1, rollouts = rollouts - old.rollouts
+    WHERE (env, split, outcome) = (old.env, old.split, old.outcome);
     INSERT INTO counts VALUES (new.env, new.split, new.outcome, 1, new.rollouts)
     ON CONFLICT DO UPDATE SET groups = groups + 1, rollouts = rollouts + excluded.rollouts;
 END;
@@ -75,8 +79,8 @@ CREATE TABLE texts (
 CREATE INDEX texts_by_step ON texts (step, bytes);
 CREATE TRIGGER group_is_gone AFTER DELETE ON groups BEGIN
     DELETE FROM texts WHERE seq = old.seq;
-    INSERT INTO counts VALUES (old.env, old.split, old.outcome, -1, -old.rollouts)
-    ON CONFLICT DO UPDATE SET groups = groups - 1, rollouts = rollouts + excluded.rollouts;
+    UPDATE counts SET groups = groups - 1, rollouts = rollouts - old.rollouts
+    WHERE (env, split, outcome) = (old.env, old.split, old.outcome);
 END;
 
 CREATE TABLE failures (

@@ -9,7 +9,6 @@ import re
 import sqlite3
 import time
 import zlib
-from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -78,7 +77,6 @@ class ArchiveStore:
         self._per_evaluation = groups_per_evaluation
         self._max_bytes = max_bytes
         self._max_days = max_days
-        self._counted: defaultdict[tuple[str, str, str], list[int]] = defaultdict(lambda: [0, 0])
         self._samples: dict[tuple[str, str, int], Sample] = {}
         self._looked_at_age = 0.0
         try:
@@ -105,10 +103,8 @@ class ArchiveStore:
                         self._evict(event)
                     case AttemptFailed():
                         self._count_failure(event)
-            self._count_groups()
             connection.execute("COMMIT")
         except BaseException:
-            self._counted.clear()
             if connection.in_transaction:
                 connection.execute("ROLLBACK")
             raise
@@ -163,20 +159,8 @@ class ArchiveStore:
             self._since + event.ended,
         )
         seq = self._connection.execute(_INSERT, row).lastrowid
-        counted = self._counted[task.env, event.split, event.outcome]
-        counted[0] += 1
-        counted[1] += len(rewards)
         if seq is not None and low is not None and high is not None:
             self._offer(event, Kept(seq, low, high))
-
-    def _count_groups(self) -> None:
-        """Count what was added; triggers see to what is changed or goes."""
-        self._connection.executemany(
-            "INSERT INTO counts VALUES (?, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET"
-            " groups = groups + excluded.groups, rollouts = rollouts + excluded.rollouts",
-            [(*key, *numbers) for key, numbers in self._counted.items()],
-        )
-        self._counted.clear()
 
     def _offer(self, event: GroupEnded, group: Kept) -> None:
         """Keep the group's conversations if they are among those to be kept."""
