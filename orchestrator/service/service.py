@@ -259,7 +259,7 @@ async def start_service(
             [batch for batch in recovered.batches if batch.step not in recovered.acknowledged],
             config.trainer.world_size,
         )
-        archive = await open_archive(config, journal, recovered, stack)
+        archive = await open_archive(config, journal, recovered, stack, front)
         weights = JournaledWeights(recovered.state)
         weights.begin_with(inference_blueprint.initial_path(config) if weights.begins else None)
         children = await stack.enter_async_context(LocalChildren(config.run_dir))

@@ -21,6 +21,7 @@ from orchestrator.journal import Journal, Recovered, changed_tasks, differences,
 from orchestrator.run.run import Run
 from orchestrator.service import blueprint, inference_blueprint, secrets
 from orchestrator.service.driver import Driver
+from orchestrator.service.front import Front
 from orchestrator.service.weights import WeightLoader
 from orchestrator.sinks.archive import Archive, NoArchive
 from orchestrator.trainer_link.server import BatchServer, Link
@@ -58,7 +59,7 @@ def open_journal(
 
 
 async def open_archive(
-    config: Config, journal: Journal, recovered: Recovered, stack: AsyncExitStack
+    config: Config, journal: Journal, recovered: Recovered, stack: AsyncExitStack, front: Front
 ) -> Archive:
     """What keeps rollouts for people, until the stack is left; it is told what an earlier process may not have told it."""
     if not config.archive.enabled:
@@ -75,6 +76,7 @@ async def open_archive(
             clock=time.monotonic(),
         )
     )
+    front.troubles.append(lambda: archive.note)
     for batch in recovered.batches:
         archive.batch_formed(batch)
     return archive
