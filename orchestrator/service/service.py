@@ -38,7 +38,7 @@ from orchestrator.service.front import Front
 from orchestrator.service.health import Watchdog
 from orchestrator.service.metrics_file import MetricsFile
 from orchestrator.service.page import live_feed
-from orchestrator.service.track_blueprint import build_setups, shown_config
+from orchestrator.service.track_blueprint import build_samples, build_setups, shown_config
 from orchestrator.service.weights import VersionChecks, WeightLoader
 from orchestrator.service.wiring import (
     EvaluationFile,
@@ -294,6 +294,7 @@ async def start_service(
             config=shown_config(config),
             run_id=journal.run_id,
             resumed=not recovered.empty,
+            samples=build_samples(config),
         )
         stack.push_async_callback(trackers.aclose)
         front.trackers = trackers.status
