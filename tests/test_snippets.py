@@ -116,7 +116,7 @@ def commands() -> Iterator[Any]:
 def test_every_command_is_ours_or_installs_what_there_is(line: str) -> None:
     """Commands of make and ours are run by tests; of the others, only what is installed can be checked here."""
     words = re.sub(r"^([A-Z_]+=\S+ )*", "", line).split()
-    assert words[0] in ("make", "orchestrator", "python", "pip", "python3", "/opt/venvs/gym/bin/pip")
+    assert words[0] in ("make", "orchestrator", "python", "pip", "uv", "python3", "/opt/venvs/gym/bin/pip")
     assert set(re.findall(r"rollout-orchestrator\[([\w-]+)\]", line)) <= set(EXTRAS)
 
 
