@@ -13,6 +13,7 @@ import time
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -327,7 +328,15 @@ async def start_service(
         join_shells(driver, pool=pool, loader=loader, journal=journal)
         for env in (*train.values(), *evals.values()):
             env.on_free = driver.wake
-        server = build_batch_server(config, driver, journal, recovered, link=link, check_version=checks.ask)
+        server = build_batch_server(
+            config,
+            driver,
+            journal,
+            recovered,
+            link=link,
+            check_version=checks.ask,
+            wait_loaded=partial(loader.wait, driver),
+        )
         offers.server = server
         offers.recovered(recovered)
         await stack.enter_async_context(server)
