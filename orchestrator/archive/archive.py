@@ -83,6 +83,7 @@ class RolloutArchive:
         )
         self._changed = threading.Condition()
         self._events: list[Event] = []
+        self._writing = 0
         self._bytes = 0
         self._first_at = 0.0
         self._closing = False
@@ -110,6 +111,11 @@ class RolloutArchive:
         self._thread.join(CLOSE_S)
         if self._thread.is_alive():
             log.warning("archive.not_closed", path=str(self._path), note="the disk does not answer")
+
+    @property
+    def waiting(self) -> int:
+        """What was told and is neither written nor lost yet."""
+        return len(self._events) + self._writing
 
     # --- what is told, on the event loop -----------------------------------------------------------------------------
 
@@ -213,6 +219,7 @@ class RolloutArchive:
                     break
                 self._changed.wait(left_s)
             taken, self._events, self._bytes = self._events, [], 0
+            self._writing = len(taken)
             return taken, self._closing
 
     def _write(self, events: list[Event]) -> None:
@@ -230,9 +237,11 @@ class RolloutArchive:
         except Exception as error:  # noqa: BLE001  see above
             with self._changed:
                 self._lose(len(events), f"{type(error).__name__}: {error}")
+                self._writing = 0
             return
         with self._changed:
             trouble, self.trouble = self.trouble, ""
+            self._writing = 0
         if trouble:
             log.warning("archive.goes_on", path=str(self._path), lost=self.lost)
 

@@ -121,7 +121,10 @@ class RolloutReader:
                 if not filters.fits(group):
                     continue
                 if contains is not None or texts:
-                    full = self._with_text(group)
+                    transcript = self._transcript(group)
+                    if contains is not None and (transcript is None or not filters.may_speak(transcript)):
+                        continue
+                    full = group.with_transcript(transcript or b"")
                     if contains is not None and not filters.speaks(full):
                         continue
                     group = full if texts else group
@@ -139,7 +142,7 @@ class RolloutReader:
             # One of two fixed names; the value is bound.
             for row in self._rows(f"SELECT {_COLUMNS} FROM groups WHERE {column} = ?", key)  # noqa: S608
         ]
-        return self._with_text(found[0]) if found else None
+        return found[0].with_transcript(self._transcript(found[0]) or b"") if found else None
 
     def task(self, env: str, index: int) -> list[ArchivedGroup]:
         """Every group of one task, oldest first: how the policy's answers to it changed."""
@@ -159,9 +162,7 @@ class RolloutReader:
     def counts(self) -> list[OutcomeCount]:
         """How many groups and rollouts of each env ended how."""
         if self._archive is not None:
-            rows = self._rows(
-                "SELECT env, split, outcome, count(*), sum(rollouts) FROM groups GROUP BY env, split, outcome"
-            )
+            rows = self._rows("SELECT env, split, outcome, groups, rollouts FROM counts WHERE groups > 0")
             return [OutcomeCount(*row) for row in rows]
         found: dict[tuple[str, str], list[int]] = {}
         for row in self._journal_rows():
@@ -204,6 +205,12 @@ class RolloutReader:
             yield from self._journal_pages(newest_first, after)
             return
         conditions, arguments = filters.sql()
+        if filters.contains is not None:
+            conditions.append(
+                "(EXISTS (SELECT 1 FROM texts WHERE texts.seq = groups.seq)"
+                " OR id IN (SELECT value FROM json_each(?)))"
+            )
+            arguments.append(json.dumps([row.id for row in self._held()]))
         order, beyond = ("DESC", "<") if newest_first else ("ASC", ">")
         size = PAGE if limit is None or filters.contains is not None else max(1, min(PAGE, limit))
         while True:
@@ -223,26 +230,29 @@ class RolloutReader:
     def _marked(self, groups: list[ArchivedGroup]) -> list[ArchivedGroup]:
         """The same groups; those whose conversations only the journal has are said to have one too."""
         without = [group.id for group in groups if not group.has_text and group.outcome in (QUEUED, TRAINED)]
-        if self._journal is None or not without:
-            return groups
-        held = {row.id for row in self._journal.group_rows(ids=without) if row.transcript_bytes}
+        held = {row.id for row in self._held(without)} if without else set()
         return [group.marked(group.has_text or group.id in held) for group in groups]
 
-    def _with_text(self, group: ArchivedGroup) -> ArchivedGroup:
-        """A group with its conversations, where they are anywhere."""
-        if self._archive is None:
-            return group
-        for (text,) in self._rows("SELECT text FROM texts WHERE seq = ?", group.seq):
-            try:
-                return group.with_transcript(zlib.decompress(text))
-            except (zlib.error, TypeError):
-                break
-        for row in self._journal.group_rows(ids=[group.id]) if self._journal is not None else ():
+    def _held(self, ids: Sequence[str] | None = None) -> list[GroupRow]:
+        """What the journal holds of these groups, or of all."""
+        if self._journal is None:
+            return []
+        return [row for row in self._journal.group_rows(ids=ids) if row.transcript_bytes]
+
+    def _transcript(self, group: ArchivedGroup) -> bytes | None:
+        """The conversations of a group, undecoded, where they are anywhere."""
+        if self._archive is not None:
+            for (text,) in self._rows("SELECT text FROM texts WHERE seq = ?", group.seq):
+                try:
+                    return zlib.decompress(text)
+                except (zlib.error, TypeError):
+                    break
+        for row in self._held([group.id]):
             recorded = self._recorded(row)
             # A task that was asked again has another group under the same id.
             if recorded is not None and recorded.version == group.version:
-                return group.with_transcript(recorded.transcript)
-        return group.marked(False)
+                return recorded.transcript
+        return None
 
     # --- a run that has only a journal -------------------------------------------------------------------------------
 

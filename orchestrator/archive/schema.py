@@ -47,9 +47,28 @@ CREATE TABLE groups (
     started_at REAL NOT NULL,
     finished_at REAL NOT NULL
 );
-CREATE INDEX groups_by_env ON groups (env, split, outcome, rollouts);
+CREATE INDEX groups_by_env ON groups (env);
 CREATE INDEX groups_by_step ON groups (step);
 CREATE INDEX groups_by_task ON groups (env, task_index);
+
+CREATE TABLE counts (
+    env TEXT NOT NULL,
+    split TEXT NOT NULL,
+    outcome TEXT NOT NULL,
+    groups INTEGER NOT NULL,
+    rollouts INTEGER NOT NULL,
+    PRIMARY KEY (env, split, outcome)
+) WITHOUT ROWID;
+CREATE TRIGGER group_is_counted AFTER INSERT ON groups BEGIN
+    INSERT INTO counts VALUES (new.env, new.split, new.outcome, 1, new.rollouts)
+    ON CONFLICT DO UPDATE SET groups = groups + 1, rollouts = rollouts + excluded.rollouts;
+END;
+CREATE TRIGGER group_is_counted_anew AFTER UPDATE OF outcome ON groups BEGIN
+    UPDATE counts SET groups = groups - 1, rollouts = rollouts - old.rollouts
+    WHERE (env, split, outcome) = (old.env, old.split, old.outcome);
+    INSERT INTO counts VALUES (new.env, new.split, new.outcome, 1, new.rollouts)
+    ON CONFLICT DO UPDATE SET groups = groups + 1, rollouts = rollouts + excluded.rollouts;
+END;
 
 CREATE TABLE texts (
     seq INTEGER PRIMARY KEY,
@@ -58,8 +77,10 @@ CREATE TABLE texts (
     text BLOB NOT NULL
 );
 CREATE INDEX texts_by_step ON texts (step, bytes);
-CREATE TRIGGER text_goes_with_its_group AFTER DELETE ON groups BEGIN
+CREATE TRIGGER group_is_gone AFTER DELETE ON groups BEGIN
     DELETE FROM texts WHERE seq = old.seq;
+    UPDATE counts SET groups = groups - 1, rollouts = rollouts - old.rollouts
+    WHERE (env, split, outcome) = (old.env, old.split, old.outcome);
 END;
 
 CREATE TABLE failures (

@@ -209,6 +209,11 @@ class JournalReader:
         )
         return [{**self._json(data), "at": at} for data, at in rows][::-1]
 
+    def controls(self) -> list[dict[str, Any]]:
+        """What people changed while the run went on, oldest first: when, from where, and the command."""
+        rows = self._rows("SELECT at, origin, command FROM control ORDER BY id")
+        return [{"at": at, "origin": origin, "command": self._json(text)} for at, origin, text in rows]
+
     def group_rows(
         self,
         *,

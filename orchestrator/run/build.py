@@ -90,6 +90,7 @@ def build_run(
         queue=sink,
         bound=int(batch.max_buffered * batch.size),
         closed=lambda: holder[0].closed(),
+        held=lambda: mix.held,
         now=now,
     )
     dispatcher = Dispatcher(

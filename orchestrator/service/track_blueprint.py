@@ -19,10 +19,11 @@ def build_setups(config: Config) -> list[TrackerSetup]:
 
 def build_setup(config: Config, name: str) -> TrackerSetup:
     """One of them."""
-    return TrackerSetup(name, build_maker(name, _options(config, name)))
+    return TrackerSetup(name, build_maker(name, tracker_options(config, name)))
 
 
-def _options(config: Config, name: str) -> Mapping[str, Any]:
+def tracker_options(config: Config, name: str) -> Mapping[str, Any]:
+    """What a tracker is made with."""
     track = config.track
     if name == "tensorboard":
         return {"directory": str((track.tensorboard.directory or config.run_dir / "tensorboard").resolve())}

@@ -5,6 +5,7 @@ import json
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AsyncExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from orchestrator.groups.group import Batch
 from orchestrator.inference import InferencePool
 from orchestrator.journal import Journal, Recovered, changed_tasks, differences, notices
 from orchestrator.run.run import Run
-from orchestrator.service import blueprint, secrets
+from orchestrator.service import blueprint, inference_blueprint, secrets
 from orchestrator.service.driver import Driver
 from orchestrator.service.weights import WeightLoader
 from orchestrator.sinks.archive import Archive, NoArchive
@@ -27,7 +28,9 @@ from orchestrator.trainer_link.server import BatchServer, Link
 log = structlog.get_logger()
 
 
-def open_journal(config: Config, fresh: bool, failed: asyncio.Future[JournalError]) -> Journal:
+def open_journal(
+    config: Config, failed: asyncio.Future[JournalError], *, fresh: bool, rewind_to: int | None
+) -> Journal:
     """The journal, which locks the run directory; a failed write ends up in `failed`."""
 
     def on_error(error: JournalError) -> None:
@@ -43,10 +46,14 @@ def open_journal(config: Config, fresh: bool, failed: asyncio.Future[JournalErro
         fsync=config.journal.fsync,
         max_backlog_bytes=config.journal.max_backlog_bytes,
         fresh=fresh,
+        rewind_to=rewind_to,
+        find_flaw=inference_blueprint.flaw_finder(config),
         on_error=on_error,
     )
     if journal.moved_aside is not None:
         log.warning("journal.moved_aside", to=str(journal.moved_aside))
+    if journal.rewound is not None:
+        log.warning("run.rewound", **asdict(journal.rewound))
     return journal
 
 

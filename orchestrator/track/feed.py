@@ -26,6 +26,8 @@ MOST_WAITING = 1000
 """Lines in front of a tracker; a step has one, so that this is hours of most runs."""
 CLOSE_S = 10.0
 """How long the end of a run waits for its trackers."""
+THREAD = "tracker "
+"""What the names of their threads begin with."""
 SILENT_S = 30.0
 """A tracker that has not come back from a call for so long is worth a word."""
 
@@ -64,7 +66,7 @@ class Feed:
         self._lost = 0
         self._error = ""
         self._counting = threading.Lock()
-        self._thread = threading.Thread(target=self._run, name=f"tracker {self.name}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"{THREAD}{self.name}", daemon=True)
         self._thread.start()
 
     def tell(self, line: Mapping[str, Any]) -> None:
@@ -155,13 +157,18 @@ class Feed:
         return f"it has not come back for {self._clock() - since:.0f} s"
 
 
+def any_left_behind() -> bool:
+    """Whether a tracker of this process is still in a call after all have had their time to close."""
+    return any(thread.name.startswith(THREAD) for thread in threading.enumerate())
+
+
 def pass_on(tracker: Tracker, line: Mapping[str, Any]) -> None:
     """Tell a tracker a line of metrics.jsonl, as the call that it stands for."""
     match line["kind"]:
         case "step":
             tracker.log(line["step"], flat_step(line))
         case "eval":
-            tracker.log_eval(line["step"], line["env"], flat_eval(line))
+            tracker.log_eval(line["step"], line["env"].removeprefix("eval-"), flat_eval(line))
         case "samples":
             tracker.log_samples(line["step"], line["rows"])
 

@@ -54,6 +54,7 @@ class _Conversation:
         world_size: int = 1,
         resume_after: int | None = None,
         prefetch: bool = False,
+        auto_ack: bool = True,
         timeout_s: float = 600.0,
         ping_s: float = 2.0,
         token: str | None = None,
@@ -65,7 +66,8 @@ class _Conversation:
 
         `resume_after` is the last step in the trainer's checkpoint: iteration starts behind it, with batches that
         the service still keeps. By default it starts at the first batch that this rank has not acknowledged.
-        `prefetch` asks for the next batch while the last one is trained on. `timeout_s` is how long the service
+        `prefetch` asks for the next batch while the last one is trained on. Without `auto_ack` a batch is acknowledged by
+        `ack` alone, for a loop that has several in hand. `timeout_s` is how long the service
         may be silent; a client that waits asks every `ping_s` whether it is there. `token` is for a service that asks
         for one (`trainer.token_env`); when it is not given, the environment variable ORCHESTRATOR_TRAINER_TOKEN
         is used, if it is set. The keys are CURVE keys (Z85); without a pair of its own a client makes one.
@@ -77,6 +79,7 @@ class _Conversation:
         self._timeout_s = timeout_s
         self._ping_s = min(ping_s, timeout_s / 4)
         self._prefetch = prefetch
+        self._auto_ack = auto_ack
         self._after = resume_after
         self._in_hand: int | None = None
         self._ahead: int | None = None
@@ -133,7 +136,7 @@ class _Conversation:
             self._in_hand = None
 
     def _ack_in_hand(self) -> Waiting[None]:
-        if self._in_hand is not None:
+        if self._in_hand is not None and self._auto_ack:
             yield from self._ack(self._in_hand)
 
     def _publish(self, version: int, path: str | None) -> Waiting[str]:
@@ -253,7 +256,7 @@ class TrainerClient(_Conversation):
         return batch
 
     def next_batch(self) -> TrainingBatch | None:
-        """Acknowledge the batch in hand and wait for the next one; None when the run is over."""
+        """Acknowledge the batch in hand (see `auto_ack`) and wait for the next one; None when the run is over."""
         return self._drive(self._next_batch())
 
     def get(self, step: int) -> TrainingBatch:
@@ -321,7 +324,7 @@ class AsyncTrainerClient(_Conversation):
         return batch
 
     async def next_batch(self) -> TrainingBatch | None:
-        """Acknowledge the batch in hand and wait for the next one; None when the run is over."""
+        """Acknowledge the batch in hand (see `auto_ack`) and wait for the next one; None when the run is over."""
         return await self._drive(self._next_batch())
 
     async def get(self, step: int) -> TrainingBatch:

@@ -32,12 +32,12 @@ class Driver:
     def __init__(self, venv: Venv, home: Path) -> None:
         # Only `envs` of the checkout is on the path: an env server's interpreter has nothing else of ours.
         (home / "envs").symlink_to(CHECKOUT / "envs")
+        _write_uv(home / "bin" / "uv", venv)
         path = os.pathsep.join((str(home), str(HERE / "environments")))
         environment = {name: value for name, value in os.environ.items() if not name.endswith("API_KEY")} | {
             "PYTHONPATH": path,
-            "PATH": f"{venv.python.parent}{os.pathsep}{os.environ['PATH']}",
+            "PATH": os.pathsep.join((str(home / "bin"), str(venv.python.parent), os.environ["PATH"])),
             "HOME": str(home),
-            "UV_CACHE_DIR": str(venv.path / "uv-cache"),
             "HF_HUB_OFFLINE": "1",
             "VF_LOG_LEVEL": "ERROR",
             "PYTHONHASHSEED": "0",  # as in every env server
@@ -103,6 +103,20 @@ class Driver:
         finally:
             self._process.stdout.close()
             self._log.close()
+
+
+def _write_uv(path: Path, venv: Venv) -> None:
+    """A `uv` that resolves nothing: what the libraries' own programs need is in the virtualenv.
+
+    The real one asks the package index at the start of every program, which a test must not depend on.
+    """
+    path.parent.mkdir()
+    path.write_text(
+        f'#!/bin/sh\ncase "$*" in\n*--help*) echo --script ;;\n"python find"*) echo {venv.python} ;;\n'
+        '"sync --script"*) ;;\n*) echo "not for tests: uv $*" >&2; exit 1 ;;\nesac\n',
+        encoding="utf-8",
+    )
+    path.chmod(0o755)
 
 
 def driver(venv: Venv) -> Iterator[Driver]:

@@ -123,6 +123,22 @@ async def test_the_async_client_does_the_same(bind: str) -> None:
         assert versions == [(step, f"ckpt/{step}") for step in (1, 2, 3)]
 
 
+async def test_a_trainer_may_have_several_batches_in_hand_and_acknowledge_by_itself(bind: str) -> None:
+    """With auto_ack=False nothing is acknowledged that was not said, not by going on and not by leaving."""
+    acked: list[int] = []
+    async with make_server(bind=bind, world_size=1, on_ack=acked.append) as server:
+        for step in (1, 2, 3):
+            server.offer(make_batch(step))
+        async with AsyncTrainerClient(server.address, auto_ack=False) as trainer:
+            assert [(await anext(trainer)).step for _ in range(3)] == [1, 2, 3]
+            assert acked == []
+            await trainer.ack(1)
+            assert acked == [1]
+        assert acked == [1]
+        async with AsyncTrainerClient(server.address, auto_ack=False) as trainer:
+            assert (await anext(trainer)).step == 2
+
+
 async def test_received_arrays_are_writable_and_the_batch_can_be_had_again_unchanged(bind: str) -> None:
     """Writing into a batch changes nobody else's."""
     async with make_server(bind=bind, world_size=1) as server:

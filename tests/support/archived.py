@@ -1,6 +1,7 @@
 """Groups for tests of the archive, told as a run tells them, and archives that are opened, filled and closed."""
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,12 @@ def opened(run_dir: Path, **settings: Any) -> Iterator[RolloutArchive]:
         yield archive
     finally:
         archive.close()
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    """Wait for the archive's thread; the test's time limit is the bound."""
+    while not condition():
+        time.sleep(0.005)
 
 
 def task_of(position: int, env: str = "math") -> TrainTask:

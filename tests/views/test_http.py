@@ -125,9 +125,7 @@ async def test_metrics_are_served_as_prometheus_text() -> None:
 async def test_many_scrapers_cost_one_rendering_a_second() -> None:
     """Those that come within a second get the same text, later ones a new one."""
     moments, texts = [10.0], iter([b"first 1.0\n", b"second 1.0\n"])
-    app = build_app(
-        status=sample_status, metrics=lambda: next(texts), token=None, clock=lambda: moments[-1]
-    )
+    app = build_app(status=sample_status, metrics=lambda: next(texts), token=None, clock=lambda: moments[-1])
     async with serve_http(app, host="127.0.0.1", port=0) as address:
         site = Site(address)
         for moment, text in ((10.0, "first"), (10.5, "first"), (10.99, "first"), (11.0, "second")):
