@@ -81,6 +81,8 @@ class _Picture:
             above.append(bar)
         above += [health(status), *evaluations(status.evals, width), *changes(status)]
         below = [Text(plain(line), style="yellow") for line in troubles(status)]
+        if status.changes:
+            below.append(Text(plain(f"changed by hand: {'; '.join(status.changes)}"), style="cyan"))
         below.append(
             Text(plain(f"waits for {status.waiting_for}") if status.waiting_for else "", style="dim")
         )

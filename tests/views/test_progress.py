@@ -372,3 +372,16 @@ def test_the_display_tells_what_a_failing_env_raised() -> None:
     )
     well = env_status(dispatched=1000, completed=990, inflight=0, failed=10, failure=said)
     assert said not in shown(sample_status(envs={"math": well}))
+
+
+def test_what_was_changed_by_hand_is_one_line() -> None:
+    """All differences from the configuration, and no line without any."""
+    changes = [
+        "ratio of env math: 0.5 -> 0.4 (since noon, by me)",
+        "max_inflight: 64 -> 32 (since noon, by me)",
+    ]
+    lines = shown(sample_status(changes=changes), width=200).splitlines()
+    assert [line.strip() for line in lines if "changed by hand" in line] == [
+        f"changed by hand: {'; '.join(changes)}"
+    ]
+    assert "changed by hand" not in shown(sample_status())
