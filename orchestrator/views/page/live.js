@@ -11,7 +11,7 @@ async function ask(path, options = {}) {
 }
 
 /** Have the token typed in, once; resolves to whether there is one now. */
-function askForToken(why) {
+function askForToken(why, place = TOKEN) {
   const dialog = byId("ask"), input = byId("token");
   byId("ask-why").textContent = why;
   byId("ask-cancel").onclick = () => dialog.close("");
@@ -21,7 +21,7 @@ function askForToken(why) {
   return new Promise((resolve) => {
     dialog.onclose = () => {
       const given = dialog.returnValue === "ok" && input.value.trim();
-      if (given) sessionStorage.setItem(TOKEN, given);
+      if (given) sessionStorage.setItem(place, given);
       input.value = "";
       resolve(Boolean(given));
     };

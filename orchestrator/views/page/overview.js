@@ -129,7 +129,7 @@ function envTable(run, act) {
     { name: "failed", cell: (env) => h("span", { class: failed(env) ? "warn" : "dim" }, number(failed(env))) },
     { name: "accepted", cell: (env) => percent(env.acceptance) },
     living && { name: "servers", cell: (env) => h("span", { class: env.servers_ready < env.servers ? "bad" : "" }, `${env.servers_ready}/${env.servers}`) },
-    living && { name: "restarts", cell: (env) => h("span", { class: env.restarts ? "warn" : "dim" }, number(env.restarts)) },
+    living && { name: "restarts", cls: "restarts", cell: (env) => h("span", { class: env.restarts ? "warn" : "dim" }, number(env.restarts)) },
     { name: "not trained on", left: true, cell: (env) => why(Object.keys(env.dropped).length ? env.dropped : totals?.[env.name]?.dropped) || "–" },
     { name: "", left: true, cell: (env) => [env.quarantined && h("span.pill.warn", null, "quarantined"), act && act(env)] },
   ].filter(Boolean), rows, { key: (env) => env.name, empty: "no environment has reported yet" });
