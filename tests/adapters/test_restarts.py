@@ -24,7 +24,17 @@ from orchestrator.journal import JournalReader
 from orchestrator.local.server import PolicyServerSpec, serve
 from orchestrator.trainer import AsyncTrainerClient, TrainingBatch
 from tests.adapters.conftest import HERE
-from tests.adapters.venvs import ATROPOS, DATASET, INSPECT, OPENENV, TEXTARENA, Venv
+from tests.adapters.venvs import (
+    ATROPOS,
+    CLASSIC,
+    DATASET,
+    INSPECT,
+    OPENENV,
+    REASONING_GYM,
+    TEXTARENA,
+    V1,
+    Venv,
+)
 from tests.integration.recording_trainer import TrainerRecord, describe
 from tests.integration.service_fixture import Command, settings, write_config
 
@@ -67,6 +77,9 @@ FAMILIES = {
     "openenv": Family(OPENENV, "openenv::openenv_tested:echo", {"max_turns": 2}),
     "atropos": Family(ATROPOS, "atropos::atropos_tested:Reversing", cursor=True),
     "textarena": Family(TEXTARENA, "textarena::KuhnPoker-v0"),
+    "reasoning_gym": Family(REASONING_GYM, "reasoning_gym::chain_sum"),
+    "verifiers_classic": Family(CLASSIC, "verifiers::classic-tested", {"kind": "group"}),
+    "verifiers_v1": Family(V1, "verifiers::v1-tested"),
     "inspect": Family(INSPECT, "inspect::inspect_tested/sums", {"log_dir": "inspect"}),
 }
 
