@@ -192,7 +192,7 @@ def _position(group: str) -> int:
 
 @pytest.mark.adapters
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", FAMILIES)
 async def test_two_workers_a_restart_and_a_kill_inside_a_group_lose_and_double_nothing(
     name: str, tmp_path: Path, sockets: Path
