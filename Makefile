@@ -18,7 +18,7 @@ PARALLEL := --numprocesses $(WORKERS) --dist worksteal
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-adapters test-slow crash soak test-vllm coverage release-check adapters check format bench docs lock clean
+.PHONY: help setup run test test-integration test-adapters test-browser test-slow crash soak test-vllm coverage release-check adapters check format bench docs lock clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-13s %s\n", $$1, $$2}' Makefile
@@ -29,13 +29,19 @@ run: $(READY) ## run the whole loop on this machine, from the start (configs/qui
 	$(BIN)/orchestrator run configs/quickstart.toml --fresh
 
 test: $(READY) ## run the quick tests, side by side; they need no library but those in .venv
-	$(PYTEST) $(PARALLEL) -m "not slow and not adapters and not vllm" $(TEST_OPTIONS)
+	$(PYTEST) $(PARALLEL) -m "not integration and not slow and not adapters and not vllm and not browser" $(TEST_OPTIONS)
+
+test-integration: $(READY) ## run the tests that start whole services, stop them and kill them
+	$(PYTEST) $(PARALLEL) -m "integration and not slow and not adapters and not vllm and not browser" $(TEST_OPTIONS)
 
 test-adapters: $(READY) adapters ## run the tests of environments of other libraries (installs 4 GB, once)
 	$(PYTEST) -m "adapters and not vllm" --timeout 600 tests/adapters
 
+test-browser: $(READY) ## run the tests of the page in a real browser; they need Debian's chromium
+	$(PYTEST) -m browser tests/browser --timeout 240
+
 test-slow: $(READY) ## run the tests that take longer than a few seconds each
-	$(PYTEST) $(PARALLEL) -m "slow and not adapters and not vllm" --timeout 600
+	$(PYTEST) $(PARALLEL) -m "slow and not adapters and not vllm and not browser" --timeout 600
 
 crash: $(READY) ## kill the orchestrator hundreds of times and prove that nothing was lost or repeated
 	CRASH_SEEDS=$(or $(CRASH_SEEDS),10) $(PYTEST) -m slow tests/integration/test_crash.py --timeout 3600
@@ -46,9 +52,10 @@ soak: $(READY) ## run the service for an hour and see that it does not grow; SOA
 test-vllm: $(READY) ## run the tests against a real vLLM, which is installed first (3.4 GB)
 	$(PYTEST) -m vllm tests/vllm
 
-coverage: $(READY) ## run the quick tests and show how much of each room they reach, child processes included
+coverage: $(READY) ## run the quick and the integration tests and show how much of each room they reach, child processes included
 	@rm -rf build/coverage && mkdir -p build/coverage
 	$(MAKE) test TEST_OPTIONS="--cov --cov-report= --timeout 240"
+	$(MAKE) test-integration TEST_OPTIONS="--cov --cov-append --cov-report= --timeout 240"
 	@$(BIN)/python .ci/coverage_by_room.py
 
 release-check: ## all that must hold before a release; takes hours, and its log stays in build/
@@ -70,8 +77,9 @@ bench: $(READY) adapters ## print every figure; ONLY=name for one benchmark
 adapters: $(READY) # virtualenvs with the libraries that environments are adapted from; quick when they are there
 	@PYTHON=$(BIN)/python tests/adapters/setup_venvs || echo "tests of what could not be installed will be skipped"
 
-docs: $(READY) ## write docs/configuration.md and configs/schema.json from the configuration's docstrings
+docs: $(READY) ## write docs/configuration.md, docs/metrics.md and configs/schema.json from what the code says
 	$(BIN)/python -m orchestrator.config.reference docs/configuration.md
+	$(BIN)/python -m orchestrator.views.metrics_reference docs/metrics.md
 	$(BIN)/orchestrator schema > configs/schema.json
 
 lock: ## write constraints.txt anew, from the newest versions that pyproject.toml allows

@@ -5,12 +5,13 @@ run, and commands are run by a shell. What is replaced is what a reader replaces
 virtualenvs; and the port of the trainer link, because tests run side by side.
 """
 
+import asyncio
 import json
 import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,9 @@ import pytest
 from envs.loader import LOADERS
 from orchestrator.trainer import TrainerClient
 from tests.integration.service_fixture import write_config
+from tests.support.journal_groups import make_batch
 from tests.support.snippets import COMMAND, blocks, free_port, run_all, sh_blocks
+from tests.support.trainer_links import make_server
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -124,6 +127,7 @@ def small(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.integration
 @pytest.mark.timeout(180)
 def test_the_configuration_block_of_the_readme_works_after_make_run(tmp_path: Path) -> None:
     """A variable, flags, both checks and the simulation, although the quickstart has a run directory already."""
@@ -170,6 +174,7 @@ def test_the_overrides_of_the_reference_work(small: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.integration
 @pytest.mark.timeout(180)
 def test_the_trainers_of_the_page_about_trainers_work(tmp_path: Path) -> None:
     """One goes on behind a checkpoint, the other serves as rank 0 to the end of the run."""
@@ -195,6 +200,28 @@ def test_the_trainers_of_the_page_about_trainers_work(tmp_path: Path) -> None:
         assert service.wait(60) == 0
 
 
+async def test_the_trainer_that_lays_sequences_out_works(tmp_path: Path) -> None:
+    """It goes through every batch and reports its numbers, which are finite or would be refused."""
+    reported: list[tuple[int, set[str]]] = []
+
+    def on_report(step: int, metrics: Mapping[str, float]) -> str:
+        reported.append((step, set(metrics)))
+        return ""
+
+    async with make_server(bind="tcp://127.0.0.1:*", world_size=1, on_report=on_report) as server:
+        for step in (1, 2):
+            server.offer(make_batch(step))
+        server.finish("max_steps")
+        files_of(ROOT / "docs" / "trainer.md", tmp_path)
+        script = tmp_path / "laying_out.py"
+        script.write_text(script.read_text().replace("tcp://127.0.0.1:5555", server.address))
+        done = await asyncio.to_thread(run_all, "python laying_out.py", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert [step for step, _ in reported] == [1, 2]
+    assert {"loss", "logprob_mismatch", "staleness_mean"} <= reported[0][1]
+
+
+@pytest.mark.integration
 @pytest.mark.timeout(180)
 def test_the_programs_that_run_the_service_themselves_work(small: Path) -> None:
     """The one of the README with nothing beside it, the one of the page about trainers with a configuration."""
@@ -208,3 +235,23 @@ def test_the_programs_that_run_the_service_themselves_work(small: Path) -> None:
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout == "the run is over: max_steps reached\n"
     assert json.loads((small / "runs" / "small" / "summary.json").read_text())["version"] == 3
+
+
+@pytest.mark.timeout(180)
+def test_the_page_about_rollouts_works(small: Path) -> None:
+    """After a run, every command finds something, and so does the program."""
+    page = ROOT / "docs" / "rollouts.md"
+    files_of(page, small)
+    assert run_all("orchestrator run small.toml", small).returncode == 0
+    (block,) = sh_blocks(page)
+    for line in block.replace("RUN_DIR", "runs/small").splitlines():
+        done = run_all(line, small)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout
+    shown = run_all("orchestrator rollouts runs/small --show math/train/0", small)
+    assert "user\n  reverse" in shown.stdout
+    assert len((small / "evals.jsonl").read_text().splitlines()) >= 4
+    looked = run_all("python look.py runs/small", small)
+    assert looked.returncode == 0, looked.stderr
+    assert "math: " in looked.stdout
+    assert "groups trained" in looked.stdout

@@ -19,6 +19,7 @@ from orchestrator.config.checks import find_problems, find_warnings
 from orchestrator.config.env_sections import DomainConfig, EvalConfig, TrainConfig
 from orchestrator.config.section import Truthless
 from orchestrator.config.sections import (
+    ArchiveConfig,
     BatchConfig,
     DispatchConfig,
     HttpConfig,
@@ -33,6 +34,7 @@ from orchestrator.config.sections import (
 )
 from orchestrator.config.shapes import Problem, find_misshapen, shown
 from orchestrator.config.sources import ENV_PREFIX, Sources, read_toml
+from orchestrator.config.track_sections import TrackConfig
 from orchestrator.errors import ConfigError
 
 __all__ = ["Config", "find_warnings", "load_config", "resolve_config", "table_model"]
@@ -68,8 +70,10 @@ class Config(Truthless, BaseSettings):
     staleness: StalenessConfig = StalenessConfig()
     trainer: TrainerConfig = TrainerConfig()
     journal: JournalConfig = JournalConfig()
+    archive: ArchiveConfig = ArchiveConfig()
     http: HttpConfig = HttpConfig()
     log: LogConfig = LogConfig()
+    track: TrackConfig = TrackConfig()
 
     _directory: Path | None = PrivateAttr(default=None)
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from fractions import Fraction
 from typing import Any
 
-from envs.addresses import is_loopback
+from envs.addresses import base_url_problem, is_loopback
 from envs.importing import nearest
 from envs.loader import LOADERS
 from orchestrator.config.domains import raw_domain_of, raw_targets
@@ -35,6 +35,7 @@ def find_problems(data: Mapping[str, Any]) -> list[Problem]:
         *_initial_weights(data),
         *_ranks(data),
         *_exposure(data),
+        *_trackers(data),
     ]
 
 
@@ -150,10 +151,8 @@ def _endpoints(data: Mapping[str, Any]) -> Iterator[Problem]:
         yield "inference.base_urls", "[local] starts its own inference server; remove one of the two"
     for position, url in enumerate(urls if isinstance(urls, list) else []):
         where = f"inference.base_urls[{position}]"
-        if isinstance(url, str) and not url.startswith(("http://", "https://")):
-            yield where, f'"{url}" is not an http:// or https:// address'
-        elif isinstance(url, str) and not url.partition("://")[2].rstrip("/").partition("/")[2]:
-            yield where, f'"{url}" ends before its path; did you mean "{url.rstrip("/")}/v1"?'
+        if isinstance(url, str) and (problem := base_url_problem(url)):
+            yield where, problem
 
 
 def _initial_weights(data: Mapping[str, Any]) -> Iterator[Problem]:
@@ -184,6 +183,21 @@ def _ranks(data: Mapping[str, Any]) -> Iterator[Problem]:
         )
     if batch.get("unit", "sequences") == "sequences" and size % world_size:
         yield "trainer.world_size", f"a batch of {size} cannot be shared equally by {world_size} ranks"
+
+
+def _trackers(data: Mapping[str, Any]) -> Iterator[Problem]:
+    """A tracker twice would log twice into one place; options of one that is not used were meant for another."""
+    track = _table(data, "track")
+    used = track.get("use")
+    names = [name for name in used if isinstance(name, str)] if isinstance(used, list) else []
+    for name in sorted({name for name in names if names.count(name) > 1}):
+        yield "track.use", f'"{name}" is there more than once'
+    options = track.get("options")
+    for name in options if isinstance(options, Mapping) else ():
+        if name in ("wandb", "tensorboard"):
+            yield f"track.options.{name}", f"its settings belong into [track.{name}]"
+        elif name not in names:
+            yield f'track.options."{name}"', f"track.use does not name it; {nearest(str(name), names)}"
 
 
 def _exposure(data: Mapping[str, Any]) -> Iterator[Problem]:

@@ -7,18 +7,24 @@ from orchestrator.facts.status import (
     EnvStatus,
     ReportStatus,
     Status,
+    TrackerStatus,
     WaitStatus,
     by_domain,
     status_without_run,
 )
+from orchestrator.facts.steps import EnvStep, Spread, StepRecord
 
 __all__ = [
     "DomainStatus",
     "EndpointStatus",
     "EnvStatus",
+    "EnvStep",
     "Facts",
     "ReportStatus",
+    "Spread",
     "Status",
+    "StepRecord",
+    "TrackerStatus",
     "WaitStatus",
     "by_domain",
     "status_without_run",

@@ -9,9 +9,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from envs.wire import Result
 from orchestrator.dispatch.ledger import Lane, Ledger
 from orchestrator.dispatch.versions import Versions
+from orchestrator.facts.interval import Interval
 from orchestrator.facts.reports import Reports
+from orchestrator.facts.steps import StepRecord
 from orchestrator.groups.group import Batch
 from orchestrator.mix import DeliveredMix
 
@@ -23,6 +26,12 @@ LOST = "server_lost"
 
 TOLD = 4
 """Kinds of failures that one message tells."""
+
+HISTORY = 60
+"""Steps that are remembered, for trends."""
+
+PACE_STEPS = 16
+"""Steps by which the time that is left is judged."""
 
 WINDOW = 16
 """Batches over which the recent mix is taken: some hundred groups, so that rounding does not show."""
@@ -60,7 +69,23 @@ class Facts:
         self._earlier_s = 0.0
         self.delivered = DeliveredMix(list(targets), window=WINDOW)
         self.reports = Reports()
-        self._rate: deque[tuple[float, int]] = deque([(now, 0)])
+        self.history: deque[StepRecord] = deque(maxlen=HISTORY)
+        """The last steps."""
+        self._interval = Interval(self.targets, ledger, now)
+        self.tokens = 0
+        """Tokens in all batches."""
+        self._tokens = 0
+        self._rate: deque[tuple[float, int, int]] = deque([(now, 0, 0)])
+
+    def returned(self, env: str, result: Result, seconds: float) -> None:
+        """Rollouts for training are back, after so long."""
+        tokens = len(result.tokens)
+        self._tokens += tokens
+        self._interval.returned(env, result.rollouts, tokens, seconds)
+
+    def spends(self, doing: str, now: float) -> None:
+        """What the run's time goes to from now on."""
+        self._interval.spends(doing, now)
 
     def scored(self, env: str, rewards: list[float]) -> None:
         """A group's rollouts have their rewards, whether or not the group is trained on."""
@@ -87,17 +112,21 @@ class Facts:
         said = self._reasons.get((env, kind))
         return f"{kind}: {said}" if said else kind
 
-    def batch_formed(self, batch: Batch) -> float:
-        """A batch is complete; closes the interval over which rewards are averaged. Returns the batch's own reward."""
+    def batch_formed(self, batch: Batch, *, quarantined: frozenset[str], now: float) -> StepRecord:
+        """A batch is complete; closes the interval over which rewards are averaged, and makes the step's record."""
         sizes: Counter[str] = Counter()
-        rewards = 0.0
+        ages = []
         for group in batch.groups:
             sizes[group.env] += group.size
-            rewards += float(group.rewards.sum())
             age = self._versions.age(group.version, batch.step)
+            ages.append(age)
             self.stale_sum += age * group.size
             self.stale_max = max(self.stale_max, age)
         self.delivered.add(sizes)
+        sampled = {
+            name: facts.reward_sum / facts.reward_count if facts.reward_count else None
+            for name, facts in self.envs.items()
+        }
         for facts in self.envs.values():
             if facts.reward_count:
                 facts.reward = facts.reward_sum / facts.reward_count
@@ -105,7 +134,19 @@ class Facts:
                 facts.reward_sum, facts.reward_count = 0.0, 0
         self.reward = self._mean_reward()
         self.first_reward = self.reward if self.first_reward is None else self.first_reward
-        return rewards / batch.size
+        record = self._interval.close(
+            batch,
+            ages,
+            dropped={name: facts.dropped for name, facts in self.envs.items()},
+            sampled=sampled,
+            sampled_reward=self.reward,
+            quarantined=quarantined,
+            seconds=self.seconds(now),
+            now=now,
+        )
+        self.history.append(record)
+        self.tokens += record.tokens
+        return record
 
     def _mean_reward(self) -> float | None:
         """Latest rewards of the envs, weighted by their targets: an env that had nothing new does not drop out."""
@@ -121,19 +162,27 @@ class Facts:
         """Time that the run has been running, earlier processes included."""
         return self._earlier_s + now - self._started
 
-    def rate(self, now: float) -> float:
-        """Rollouts completed per second over the last few seconds."""
+    def rate(self, now: float) -> tuple[float, float]:
+        """Rollouts completed and their tokens per second, over the last few seconds."""
         done = sum(
             n
             for (lane, _, outcome, _), n in self.ledger.outcomes.items()
             if lane is Lane.TRAIN and outcome == "completed"
         )
         if now - self._rate[-1][0] > 0.2:
-            self._rate.append((now, done))
+            self._rate.append((now, done, self._tokens))
         while len(self._rate) > 2 and self._rate[0][0] < now - 5:
             self._rate.popleft()
-        since, before = self._rate[0]
-        return (done - before) / (now - since) if now > since else 0.0
+        since, before, tokens = self._rate[0]
+        took = now - since
+        return ((done - before) / took, (self._tokens - tokens) / took) if took > 0 else (0.0, 0.0)
+
+    def seconds_left(self, steps: int) -> float | None:
+        """What so many further steps will take, judged by the last ones; None while nothing is known."""
+        recent = list(self.history)[-PACE_STEPS:]
+        if len(recent) < 2:
+            return None
+        return steps * (recent[-1].seconds - recent[0].seconds) / (len(recent) - 1)
 
     @property
     def sequences(self) -> int:
@@ -175,6 +224,7 @@ class Facts:
         """For a later process of the same run."""
         return {
             "seconds": self.seconds(now),
+            "tokens": self.tokens,
             "stale": [self.stale_sum, self.stale_max],
             "rewards": [self.first_reward, self.reward],
             "envs": {
@@ -193,6 +243,7 @@ class Facts:
         self._earlier_s = state["seconds"]
         self.delivered.load_state_dict(state["delivered"])
         self.reports.load_state_dict(state.get("reports", {}))  # earlier revisions know none
+        self.tokens = state.get("tokens", 0)  # same
         self.stale_sum, self.stale_max = state["stale"]
         self.first_reward, self.reward = state["rewards"]
         for name, facts in state["envs"].items():
@@ -200,3 +251,7 @@ class Facts:
                 mine = self.envs[name]
                 mine.dropped = Counter(facts["dropped"])
                 mine.first_reward, mine.reward = facts["rewards"]
+
+    def begin(self, now: float) -> None:
+        """The run starts: what is restored is restored, and the first step's time begins."""
+        self._interval.begin({name: facts.dropped for name, facts in self.envs.items()}, now)

@@ -8,6 +8,8 @@ from typing import Any
 
 import msgspec
 
+from orchestrator.facts.steps import EnvStep, StepRecord
+
 
 class WaitStatus(msgspec.Struct):
     """One thing that is waited for; `seconds` until time ends the wait, None where an event must.
@@ -44,13 +46,16 @@ class EnvStatus(msgspec.Struct):
     minimum: int
     minimum_waived: str
     dropped: dict[str, int]
+    failed: int = 0
+    """Rollouts that failed, ran out of time or lost their server; what was cancelled is not among them."""
     failure: str = ""
     """What the last failed rollout said."""
-
-    @property
-    def failed(self) -> int:
-        """Rollouts that ended in any other way than well."""
-        return self.dispatched - self.completed - self.inflight
+    rewards: list[float | None] = []
+    """Mean reward of all rollouts in each of the last steps, oldest first."""
+    last: EnvStep | None = None
+    """The env in the last step: lengths, latencies, metrics."""
+    held: str = ""
+    """Since when a person has quarantined it, and who; empty where nobody has."""
 
 
 class DomainStatus(msgspec.Struct):
@@ -88,6 +93,15 @@ class ReportStatus(msgspec.Struct):
     recent: list[tuple[int, float]]
 
 
+class TrackerStatus(msgspec.Struct):
+    """One tracker: lines that it took, lines that are lost, and its last trouble, empty where there was none."""
+
+    name: str
+    logged: int
+    lost: int
+    error: str
+
+
 class Status(msgspec.Struct):
     """A run at one moment."""
 
@@ -102,6 +116,9 @@ class Status(msgspec.Struct):
     reward: float | None
     first_reward: float | None
     rollouts_per_s: float
+    tokens_per_s: float
+    eta_s: float | None
+    """Until the last step is formed, at the pace of the last ones."""
     inflight: int
     limit: int
     queued_sequences: int
@@ -125,6 +142,17 @@ class Status(msgspec.Struct):
     mismatch: str = ""
     failure_reasons: dict[str, str] = {}
     """What the last one of `failures` said, under the same name."""
+    last: StepRecord | None = None
+    """The last step; its envs are with their env."""
+    idle_s: float = 0.0
+    """Since a rollout last ended or a batch was formed."""
+    max_versions: int = 0
+    """How many versions old a sequence may be when it is trained on."""
+    disk_free_bytes: int | None = None
+    """Of the disk that has the run directory, as far as it is known."""
+    trackers: list[TrackerStatus] = []
+    changes: list[str] = []
+    """How the run differs from its configuration, because a person has changed it."""
 
 
 def status_without_run(
@@ -150,6 +178,8 @@ def status_without_run(
         reward=None,
         first_reward=None,
         rollouts_per_s=0.0,
+        tokens_per_s=0.0,
+        eta_s=None,
         inflight=0,
         limit=0,
         queued_sequences=0,

@@ -1,6 +1,7 @@
 """The journal of a run: what is recorded survives the death of the process and, where it was served, of the machine.
 
-Recorded are finished groups, resolved task positions, formed batches, acknowledgements, states, evaluations.
+Recorded are finished groups, resolved task positions, formed batches, acknowledgements, states, evaluations, and
+what people change.
 Hand-outs are not: a position that is neither resolved nor held by a queued group is asked again after a restart. A
 position is resolved when its group is in a batch, or when it ends without one. Invariants:
 
@@ -16,18 +17,22 @@ What the rows mean is in docs/journal.md. Reading is `JournalReader`.
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
+import msgspec
+
 from orchestrator.errors import JournalError
+from orchestrator.facts import StepRecord
 from orchestrator.groups.group import Batch, Group
 from orchestrator.journal.directory import lock_run_dir, move_aside
 from orchestrator.journal.identity import RunIdentity, identity_from_meta, identity_to_meta
 from orchestrator.journal.payloads import SEGMENT_BYTES
 from orchestrator.journal.reader import JournalReader, Recovered
+from orchestrator.journal.rewinding import Rewound, rewind
 from orchestrator.journal.store import JournalStore
 from orchestrator.journal.writer import JournalWriter
 
@@ -47,6 +52,7 @@ class Journal:
         *,
         meta: dict[str, str],
         moved_aside: Path | None,
+        rewound: Rewound | None,
     ) -> None:
         self._run_dir = run_dir
         self._lock = lock
@@ -56,6 +62,7 @@ class Journal:
         self._closed = False
         self.meta = meta
         self.moved_aside = moved_aside
+        self.rewound = rewound
         self.on_room: Callable[[], None] = lambda: None
         """Called on the event loop when the journal was `full` and is not any more."""
 
@@ -71,12 +78,15 @@ class Journal:
         compress: int,
         fsync: bool,
         fresh: bool = False,
+        rewind_to: int | None = None,
+        find_flaw: Callable[[str], str] = lambda path: "",
         on_error: Callable[[JournalError], None] | None = None,
         loop: asyncio.AbstractEventLoop | None = None,
     ) -> Self:
         """Open or create the journal of a run directory and lock it; raises JournalError when it is not to be trusted.
 
-        `fresh` moves an existing journal aside (`moved_aside` says where to). `on_error` is called once, on the loop,
+        `fresh` moves an existing journal aside (`moved_aside` says where to), `rewind_to` sets it back to a step (`rewound`) whose weights
+        `find_flaw` finds nothing wrong with. `on_error` is called once, on the loop,
         when a write fails. `compress` is a zlib level, 0 for none. `loop` is needed off the event loop's thread.
         """
         loop = loop or asyncio.get_running_loop()
@@ -84,6 +94,11 @@ class Journal:
             lock = undo.enter_context(lock_run_dir(run_dir))
             try:
                 moved = move_aside(run_dir) if fresh else None
+                rewound = (
+                    None
+                    if rewind_to is None
+                    else rewind(run_dir, rewind_to, fsync=fsync, find_flaw=find_flaw)
+                )
                 store = JournalStore(
                     run_dir,
                     keep_batches=keep_batches,
@@ -118,7 +133,7 @@ class Journal:
             commit_bytes=commit_bytes,
             max_backlog_bytes=max_backlog_bytes,
         )
-        journal = cls(run_dir, lock, store, writer, meta=meta, moved_aside=moved)
+        journal = cls(run_dir, lock, store, writer, meta=meta, moved_aside=moved, rewound=rewound)
         holder.append(journal)
         return journal
 
@@ -175,9 +190,23 @@ class Journal:
         self._writer.add(lambda store: store.split_group(group, (first, rest)), group.tokens.nbytes * 3)
         return first, rest
 
-    def record_batch(self, batch: Batch, on_durable: Callable[[], None]) -> None:
-        """Recorded groups form a batch, which resolves their tasks; `on_durable` runs on the event loop once that is on disk."""
-        self._writer.add(lambda store: store.add_batch(batch), _ROW_BYTES * len(batch.groups), on_durable)
+    def record_batch(
+        self,
+        batch: Batch,
+        on_durable: Callable[[], None],
+        *,
+        record: StepRecord | None = None,
+        states: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Recorded groups form a batch, which resolves their tasks; `on_durable` runs on the event loop once that is on disk.
+
+        The step's record and the states that hold with it are in the same commit.
+        """
+        facts = None if record is None else msgspec.json.encode(record).decode()
+        encoded = _encode(states or {})
+
+        size = _ROW_BYTES * len(batch.groups) + sum(map(len, encoded.values())) + len(facts or "")
+        self._writer.add(lambda store: store.add_batch(batch, facts, encoded), size, on_durable)
 
     def record_ack(self, step: int, rank: int, *, world_size: int) -> None:
         """A rank has acknowledged a batch."""
@@ -187,15 +216,34 @@ class Journal:
         """Every rank has acknowledged a batch: it is kept for a while and then given back."""
         self._writer.add(lambda store: store.acknowledge(step), _ROW_BYTES)
 
-    def record_state(self, key: str, value: Any) -> None:
-        """Something JSON-able that a restart needs; the latest value wins."""
-        encoded = json.dumps(value)
-        self._writer.add(lambda store: store.set_state(key, encoded), len(encoded) + _ROW_BYTES)
+    def record_states(self, states: Mapping[str, Any]) -> None:
+        """What a restart needs, JSON-able, in one commit; the latest value of a name wins."""
+        encoded = _encode(states)
+        size = sum(map(len, encoded.values())) + _ROW_BYTES * len(encoded)
+        self._writer.add(lambda store: store.set_states(encoded), size)
+
+    def record_version(self, version: int, step: int, path: str | None) -> None:
+        """A version was published after a step was trained on, and this is where its weights lie."""
+        self._writer.add(lambda store: store.add_version(version, step, path), _ROW_BYTES)
+
+    def forget_version(self, version: int) -> None:
+        """No inference server could load a version: it was never published."""
+        self._writer.add(lambda store: store.forget_version(version), _ROW_BYTES)
+
+    def record_report(self, step: int, metrics: Mapping[str, float]) -> None:
+        """What the trainer said about a step; names that it said before are replaced."""
+        encoded = json.dumps(dict(metrics))
+        self._writer.add(lambda store: store.add_report(step, encoded), len(encoded) + _ROW_BYTES)
 
     def record_eval(self, data: dict[str, Any]) -> None:
         """The result of an evaluation; `env`, `step` and `version` become columns."""
         encoded = json.dumps(data)
         self._writer.add(lambda store: store.add_eval(data, encoded), len(encoded) + _ROW_BYTES)
+
+    def record_control(self, at: float, origin: str, command: Mapping[str, Any]) -> None:
+        """A person has changed the run while it goes on."""
+        encoded = json.dumps(command)
+        self._writer.add(lambda store: store.add_control(at, origin, encoded), len(encoded) + _ROW_BYTES)
 
     def set_meta(self, key: str, value: str) -> None:
         """Note something about the run that does not change as it goes on."""
@@ -270,6 +318,10 @@ class Journal:
         for future in self._flushes:
             if not future.done():
                 future.set_exception(error)
+
+
+def _encode(states: Mapping[str, Any]) -> dict[str, str]:
+    return {key: json.dumps(value) for key, value in states.items()}
 
 
 def _nothing(store: JournalStore) -> None:

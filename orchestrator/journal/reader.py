@@ -7,15 +7,18 @@ is returned is what was recorded: a queued group that cannot be read, or whose r
 
 import json
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, Self
 
+import msgspec
 import structlog
 
 from orchestrator.errors import JournalError
+from orchestrator.facts import StepRecord
+from orchestrator.facts.facts import HISTORY
 from orchestrator.groups.group import Batch, Group
 from orchestrator.journal.directory import DATABASE, DIRECTORY, PAYLOADS
 from orchestrator.journal.payloads import DamagedPayloadError, Place, group_from, read_payload
@@ -24,6 +27,8 @@ from orchestrator.journal.schema import check_readable, open_for_reading
 from orchestrator.tasks.task import TrainTask
 
 log = structlog.get_logger()
+
+_step_decoder = msgspec.json.Decoder(StepRecord)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +52,7 @@ class Recovered:
     state: dict[str, Any] = field(default_factory=dict)
     last_step: int = 0
     last_acknowledged: int = 0
+    steps: list[StepRecord] = field(default_factory=list)
     damaged: list[str] = field(default_factory=list)
     damaged_rows: list[int] = field(default_factory=list)
 
@@ -173,10 +179,40 @@ class JournalReader:
         columns: list[tuple[Any, ...]] = [(*row[:8], bool(row[8]), self._json(row[9])) for row in rows]
         return [BatchRow(*row) for row in reversed(columns)]
 
-    def evals(self, *, last: int | None = None) -> list[dict[str, Any]]:
-        """Recorded evaluations, oldest first, or the last few of them."""
-        rows = self._rows("SELECT data, at FROM evals ORDER BY id DESC LIMIT ?", -1 if last is None else last)
+    def steps(self, *, since: int = 0, last: int | None = None) -> list[StepRecord]:
+        """Records of the steps after `since` in order, or the last few of them; batches of older schemas have none."""
+        rows = self._rows(
+            "SELECT facts, formed_at, acknowledged_at, reports.data FROM batches LEFT JOIN reports USING (step)"
+            " WHERE step > ? AND facts IS NOT NULL ORDER BY step DESC LIMIT ?",
+            since,
+            -1 if last is None else last,
+        )
+        return [self._step(*row) for row in reversed(rows)]
+
+    def _step(
+        self, facts: str, formed_at: float, acknowledged_at: float | None, report: str | None
+    ) -> StepRecord:
+        try:
+            record = _step_decoder.decode(facts)
+        except (msgspec.DecodeError, ValueError, TypeError, RecursionError) as error:
+            raise JournalError(f"{self._path}: cannot be read: {error} in {facts!r:.80}") from error
+        record.at, record.acknowledged_at = formed_at, acknowledged_at
+        record.trainer = {} if report is None else self._json(report)
+        return record
+
+    def evals(self, *, since: int = 0, last: int | None = None) -> list[dict[str, Any]]:
+        """Recorded evaluations behind the first `since`, oldest first, or the last few of them."""
+        rows = self._rows(
+            "SELECT data, at FROM evals WHERE id > ? ORDER BY id DESC LIMIT ?",
+            since,
+            -1 if last is None else last,
+        )
         return [{**self._json(data), "at": at} for data, at in rows][::-1]
+
+    def controls(self) -> list[dict[str, Any]]:
+        """What people changed while the run went on, oldest first: when, from where, and the command."""
+        rows = self._rows("SELECT at, origin, command FROM control ORDER BY id")
+        return [{"at": at, "origin": origin, "command": self._json(text)} for at, origin, text in rows]
 
     def group_rows(
         self,
@@ -184,6 +220,7 @@ class JournalReader:
         env: str | None = None,
         step: int | None = None,
         queued: bool = False,
+        ids: Sequence[str] | None = None,
     ) -> Iterator[GroupRow]:
         """Recorded groups that still have their payload, without reading it."""
         conditions, arguments = ["1"], list[object]()
@@ -195,6 +232,9 @@ class JournalReader:
             arguments.append(step)
         if queued:
             conditions.append("step IS NULL")
+        if ids is not None:
+            conditions.append(f"id IN ({', '.join('?' * len(ids))})")
+            arguments += ids
         order = "step, slot, seq" if step is not None else "seq"
         # Only the fixed texts above are joined; values are bound.
         query = f"SELECT {GroupRow.COLUMNS} FROM groups WHERE {' AND '.join(conditions)} ORDER BY {order}"  # noqa: S608
@@ -275,6 +315,7 @@ class JournalReader:
             state=self.states(),
             last_step=last_step,
             last_acknowledged=last_acknowledged,
+            steps=self.steps(last=HISTORY),
             damaged=[str(row.id) for row in damaged],
             damaged_rows=[row.seq for row in damaged],
         )

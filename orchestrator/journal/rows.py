@@ -76,6 +76,14 @@ def insert_rows(connection: sqlite3.Connection, into: str, rows: list[tuple[obje
     rows.clear()
 
 
+def tasks_of(batch: Batch) -> dict[str, list[tuple[int, int]]]:
+    """Per env, the position of every group's task, and the group's part of it."""
+    tasks: dict[str, list[tuple[int, int]]] = {}
+    for group in batch.groups:
+        tasks.setdefault(group.env, []).append((group.task.position, group.part))
+    return tasks
+
+
 def shares_of(batch: Batch) -> dict[str, dict[str, float]]:
     """What each env has in a batch."""
     shares: dict[str, dict[str, float]] = {}

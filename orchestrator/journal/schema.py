@@ -62,7 +62,10 @@ CREATE TABLE batches (
     formed_at REAL NOT NULL,
     acknowledged_at REAL,
     kept INTEGER NOT NULL DEFAULT 1,
-    row_checksum INTEGER NOT NULL DEFAULT 0
+    row_checksum INTEGER NOT NULL DEFAULT 0,
+    facts TEXT,
+    tasks TEXT,
+    states BLOB
 );
 CREATE INDEX batches_kept ON batches (kept, step);
 
@@ -91,6 +94,10 @@ CREATE TABLE counters (
 
 CREATE TABLE states (key TEXT PRIMARY KEY, value TEXT NOT NULL, at REAL NOT NULL) WITHOUT ROWID;
 
+CREATE TABLE versions (version INTEGER PRIMARY KEY, step INTEGER NOT NULL, path TEXT, at REAL NOT NULL);
+
+CREATE TABLE reports (step INTEGER PRIMARY KEY, data TEXT NOT NULL);
+
 CREATE TABLE evals (
     id INTEGER PRIMARY KEY AUTOINCREMENT,
     env TEXT,
@@ -98,6 +105,13 @@ CREATE TABLE evals (
     version INTEGER,
     at REAL NOT NULL,
     data TEXT NOT NULL
+);
+
+CREATE TABLE control (
+    id INTEGER PRIMARY KEY AUTOINCREMENT,
+    at REAL NOT NULL,
+    origin TEXT NOT NULL,
+    command TEXT NOT NULL
 );
 """
 

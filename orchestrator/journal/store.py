@@ -10,8 +10,9 @@ the kept ones are deleted, with every segment that nothing refers to any more.
 import json
 import sqlite3
 import time
+import zlib
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,14 @@ from orchestrator.groups.group import Batch, Group
 from orchestrator.journal.directory import DATABASE, DIRECTORY, PAYLOADS, make_private
 from orchestrator.journal.opening import open_checked, set_generation
 from orchestrator.journal.payloads import DamagedPayloadError, PayloadWriter, Place, parts_of, segments_in
-from orchestrator.journal.rows import GROUP_COLUMNS, batch_checksum, group_row, insert_rows, shares_of
+from orchestrator.journal.rows import (
+    GROUP_COLUMNS,
+    batch_checksum,
+    group_row,
+    insert_rows,
+    shares_of,
+    tasks_of,
+)
 
 CHECKPOINT_BYTES = 16 * 1024 * 1024
 """Size of the WAL at which it is folded into the database."""
@@ -122,8 +130,8 @@ class JournalStore:
                     self._changed[segment] -= size
                 self._counted[env, "damaged"] += 1
 
-    def add_batch(self, batch: Batch) -> None:
-        """Groups become a batch, which resolves their tasks."""
+    def add_batch(self, batch: Batch, facts: str | None, states: Mapping[str, str]) -> None:
+        """Groups become a batch, which resolves their tasks; `facts` is the record of the step, `states` what held with it."""
         self._insert_new()
         ids = [group.id for group in batch.groups]
         changed = self._connection.execute(
@@ -144,8 +152,8 @@ class JournalStore:
         reward = sum(share["reward"] * share["sequences"] for share in shares.values()) / max(sequences, 1)
         tokens = sum(len(group.tokens) for group in batch.groups)
         self._connection.execute(
-            "INSERT INTO batches (step, version, groups, sequences, tokens, reward, envs, formed_at, row_checksum)"
-            " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            "INSERT INTO batches (step, version, groups, sequences, tokens, reward, envs, formed_at, row_checksum, facts,"
+            " tasks, states) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
             (
                 batch.step,
                 batch.version,
@@ -156,8 +164,12 @@ class JournalStore:
                 json.dumps(shares),
                 self._now,
                 batch_checksum(batch.step, batch.version, ids),
+                facts,
+                json.dumps(tasks_of(batch)),
+                zlib.compress(json.dumps(states).encode()) if states else None,
             ),
         )
+        self.set_states(states)
 
     def add_ack(self, step: int, rank: int, world_size: int) -> None:
         self._connection.execute(
@@ -193,8 +205,25 @@ class JournalStore:
         )
         self._connection.execute("DELETE FROM resolved WHERE env = ? AND position < ?", (env, low))
 
-    def set_state(self, key: str, value: str) -> None:
-        self._connection.execute("INSERT OR REPLACE INTO states VALUES (?, ?, ?)", (key, value, self._now))
+    def set_states(self, states: Mapping[str, str]) -> None:
+        self._connection.executemany(
+            "INSERT OR REPLACE INTO states VALUES (?, ?, ?)",
+            [(key, value, self._now) for key, value in states.items()],
+        )
+
+    def add_version(self, version: int, step: int, path: str | None) -> None:
+        self._connection.execute(
+            "INSERT OR REPLACE INTO versions VALUES (?, ?, ?, ?)", (version, step, path, self._now)
+        )
+
+    def forget_version(self, version: int) -> None:
+        self._connection.execute("DELETE FROM versions WHERE version = ?", (version,))
+
+    def add_report(self, step: int, data: str) -> None:
+        self._connection.execute(
+            "INSERT INTO reports VALUES (?, ?) ON CONFLICT DO UPDATE SET data = json_patch(data, excluded.data)",
+            (step, data),
+        )
 
     def set_meta(self, key: str, value: str) -> None:
         self._connection.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, value))
@@ -203,6 +232,11 @@ class JournalStore:
         self._connection.execute(
             "INSERT INTO evals (env, step, version, at, data) VALUES (?, ?, ?, ?, ?)",
             (data.get("env"), data.get("step"), data.get("version"), self._now, encoded),
+        )
+
+    def add_control(self, at: float, origin: str, command: str) -> None:
+        self._connection.execute(
+            "INSERT INTO control (at, origin, command) VALUES (?, ?, ?)", (at, origin, command)
         )
 
     def commit(self, *, sync: bool) -> None:

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import structlog
 
+from orchestrator.facts import StepRecord
 from orchestrator.groups.group import Batch, Group
 from orchestrator.run.run import Run
 
@@ -36,6 +37,10 @@ class Recovery(Protocol):
     def last_step(self) -> int: ...
     @property
     def last_acknowledged(self) -> int: ...
+    @property
+    def steps(self) -> Sequence[StepRecord]:
+        """The last steps."""
+
     @property
     def damaged(self) -> Sequence[str]: ...
     @property
@@ -79,6 +84,7 @@ def resume(
     if recovered.empty:
         return
     run.restore(recovered.state)
+    parts.facts.history.extend(recovered.steps)
     held: dict[str, set[int]] = {}
     for group in recovered.groups:
         held.setdefault(group.env, set()).add(group.task.position)

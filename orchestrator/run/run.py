@@ -14,16 +14,20 @@ from typing import Any
 
 import structlog
 
+from envs.addresses import shown_url
 from envs.wire import Failure, Result
 from orchestrator.dispatch.ledger import Lane
 from orchestrator.dispatch.ports import GroupCompleted, GroupDropped
 from orchestrator.dispatch.waits import Wait, WaitKind
 from orchestrator.dispatch.work import Attempt, PendingGroup
 from orchestrator.mix import Change
+from orchestrator.run.commands import Command, Drain, Endpoint, Origin, Resume, as_json
+from orchestrator.run.control import Control, Reply
 from orchestrator.run.minimums import Minimums
 from orchestrator.run.parts import Parts
 from orchestrator.run.patience import Patience
 from orchestrator.run.ports import (
+    DrainRun,
     EndRun,
     EvaluationFinished,
     LoadWeights,
@@ -70,6 +74,7 @@ class Run:
         self.progressed = 0.0
         """When a rollout last ended or a batch was last formed."""
         self.minimums = Minimums(settings, parts)
+        self.control = Control(settings, parts)
         self._patience = Patience(parts.dispatcher.flight, {env.name: env.limits for env in settings.train})
         self._out: list[RunInstruction] = []
         self.held_until: float | None = None
@@ -82,6 +87,7 @@ class Run:
         """Begin, or go on where an earlier process ended; everything is restored and the servers are there."""
         self.state = RunState.RUNNING
         self.progressed = now
+        self.parts.facts.begin(now)
         versions = self.parts.versions
         if versions.serving != versions.published:
             self._out.append(LoadWeights(versions.published, self.weights_path))
@@ -96,6 +102,7 @@ class Run:
             group.version_end = max(group.version_end, attempt.endpoint.version_newest)
             if group.lane is Lane.TRAIN:
                 parts.sink.saw(group.env, result)
+                parts.facts.returned(group.env, result, now - attempt.started)
         parts.dispatcher.finish(attempt, result, now)
         self._absorb(now)
 
@@ -105,6 +112,7 @@ class Run:
         parts = self.parts
         if not attempt.ended:
             parts.facts.failed(attempt.group.lane, attempt.group.env, failure.kind, failure.described)
+            parts.archive.attempt_failed(attempt.group, failure, now)
         if together:
             parts.dispatcher.lose(attempt, together, now)
         else:
@@ -137,6 +145,8 @@ class Run:
         reports = self.parts.facts.reports
         before = reports.trouble
         problem = reports.add(step, metrics)
+        if not problem:
+            self.parts.journal.record_report(step, metrics)
         if reports.trouble and not before:
             log.warning("trainer.mismatch", found=reports.trouble, remedy=MISMATCH_REMEDY)
         return problem
@@ -155,6 +165,9 @@ class Run:
         self.weights_path = path
         if version <= versions.formed:
             versions.trained = max(versions.trained, version)
+        # Numbered in another way: it comes after the step that follows those which are known to be trained on.
+        step = version if version <= versions.formed else min(versions.trained + 1, versions.formed)
+        self.parts.journal.record_version(version, step, path)
         if self.settings.mode == "drop":
             self.parts.dispatcher.drop_stale()
             self._absorb(now)
@@ -175,7 +188,42 @@ class Run:
         if version == self.parts.versions.published:
             self.weights_path = self.loaded_path
         self.parts.versions.withdraw(version)
+        self.parts.journal.forget_version(version)
         self.save(now)
+
+    def on_control(self, command: Command, origin: Origin, now: float) -> Reply:
+        """A person wants something changed; whatever is refused has changed nothing."""
+        reply = Reply(self._deaf(), refused=True, changed=False)
+        if not reply.text:
+            reply = self.control.apply(command, origin)
+        told = as_json(command)
+        if isinstance(command, Endpoint):
+            told["url"] = shown_url(command.url)
+        if reply.refused:
+            log.warning("control.refused", **told, by=origin.by, why=reply.text)
+        elif reply.changed:
+            log.warning("control.changed", **told, by=origin.by, what=reply.text)
+            self.parts.journal.record_control(origin.at, origin.by, told)
+            if isinstance(command, Drain):
+                self._out.append(DrainRun(f"drained by {origin.by}"))
+            if isinstance(command, Resume):
+                # Nothing could move meanwhile, which says nothing about what can now.
+                self.progressed = now
+                self.parts.mix.begin_anew(now)
+            self.save(now)
+        return reply
+
+    def _deaf(self) -> str:
+        """Why no command is taken now; empty while any is."""
+        match self.state:
+            case RunState.STARTING:
+                return "the run is starting; try again when it runs"
+            case RunState.DRAINING:
+                return "the run is draining: what is open ends, then it exits"
+            case RunState.FINISHED:
+                return "the run is over"
+            case RunState.RUNNING:
+                return f"the run is over: {self.ended}" if self.ended else ""
 
     def stop(self, now: float) -> None:
         """Open nothing new and form nothing more; what is in flight may still end."""
@@ -216,17 +264,24 @@ class Run:
         """Whether no group is open."""
         return not self.parts.dispatcher.flight.busy
 
+    @property
+    def paused(self) -> bool:
+        """Whether a person has paused the run."""
+        return self.control.paused is not None
+
     # --- what follows ------------------------------------------------------------------------------------------------
 
     def advance(self, now: float, *, at_most: int = 256) -> bool:
         """Decide everything that is to be decided now; whether there is more to do at once."""
         parts = self.parts
+        parts.facts.spends(self._doing(), now)
         if self.state is RunState.RUNNING:
             self._report_quarantines(now)
             available = frozenset(name for name, port in parts.train.items() if port.available)
             self.minimums.refresh(available)
             self._form(now, available)
-            self._evaluate(now)
+            if not self.paused:
+                self._evaluate(now)
         more = parts.dispatcher.advance(now, at_most=at_most)
         if self.state is RunState.RUNNING and parts.sink.wanted:
             parts.dispatcher.drop_idle(now)
@@ -241,6 +296,21 @@ class Run:
                 absorbed = self._absorb(now)
             self._end_if_complete()
         return more or absorbed
+
+    def _doing(self) -> str:
+        """What the run's time goes to; see `facts.interval.TIMES`."""
+        parts = self.parts
+        if self.control.paused is not None:
+            return "paused"
+        if not parts.sink.wanted:
+            return "trainer"
+        if parts.pace.reserved:
+            return "rollouts"
+        if self.paused and parts.versions.formed <= parts.versions.trained:
+            return "paused"
+        if parts.versions.serving != parts.versions.published:
+            return "weights"
+        return "trainer" if parts.versions.formed > parts.versions.trained else "rollouts"
 
     def next_event_at(self, now: float) -> float | None:
         """When `advance` has something to do even if nothing happens."""
@@ -262,6 +332,8 @@ class Run:
             return (
                 Wait(WaitKind.START, "the start") if starting else Wait(WaitKind.DRAIN, "open groups to end")
             )
+        if self.paused:
+            return self.control.wait()
         if self.parts.sink.finished:
             return Wait(WaitKind.DONE, "the trainer to finish the last batches")
         if self.parts.journal.full:
@@ -277,13 +349,13 @@ class Run:
         if seen == self._formed_from and (due is None or now < due):
             return
         before = parts.versions.formed
-        parts.sink.form(now, available, at_once=at_once)
+        parts.sink.form(now, available, at_once=at_once, states=self.states)
         overdue = self._patience.overdue(parts.sink.held, now)
         while overdue is not None:
             log.warning("group.overdue", task=overdue.task.key, seconds=round(now - overdue.opened, 1))
             parts.dispatcher.drop(overdue, "overdue", again=True)
             self._absorb(now)
-            parts.sink.form(now, available, at_once=at_once)
+            parts.sink.form(now, available, at_once=at_once, states=self.states)
             overdue = self._patience.overdue(parts.sink.held, now)
         self.held_until = self._patience.ends_at(parts.sink.held)
         self._formed_from = (
@@ -330,6 +402,7 @@ class Run:
             self._patience.learn(group.env, now - group.opened)
             self.parts.sink.completed(group, now)
         else:
+            self.parts.archive.evaluated(group, now)
             result = self.parts.eval_sink.completed(group, now)
             if result is not None:
                 log.info("eval.finished", **result)
@@ -355,26 +428,30 @@ class Run:
 
     def save(self, now: float) -> None:
         """Put what a later process needs into the journal; the latest wins."""
-        parts, record = self.parts, self.parts.journal.record_state
-        version = parts.versions.state_dict()
-        record(
-            "version",
-            {
-                **version,
+        self.parts.journal.record_states(self.states(now))
+
+    def states(self, now: float) -> dict[str, Any]:
+        """What a later process needs, by the name of its part."""
+        parts = self.parts
+        return {
+            "version": {
+                **parts.versions.state_dict(),
                 "path": self.weights_path,
                 "loaded_path": self.loaded_path,
                 "trained": parts.versions.trained,
             },
-        )
-        record("mix", parts.mix.state_dict())
-        record("facts", parts.facts.state_dict(now))
-        record("ledger", parts.ledger.state_dict())
-        record("evals", parts.evaluations.state_dict())
-        record("buffer", parts.buffer.state_dict())
+            "mix": parts.mix.state_dict(),
+            "facts": parts.facts.state_dict(now),
+            "ledger": parts.ledger.state_dict(),
+            "evals": parts.evaluations.state_dict(),
+            "buffer": parts.buffer.state_dict(),
+            "control": self.control.changes.state(),
+        }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from an earlier process; the mix says what changed in the configuration meanwhile."""
         parts = self.parts
+        self.control.restore(state.get("control"))
         if "mix" in state:
             for note in parts.mix.load_state_dict(state["mix"]):
                 log.warning("mix.changed", note=note)

@@ -7,9 +7,19 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
+import msgspec
+
 from orchestrator.dispatch.ledger import Lane, Outcome
 from orchestrator.dispatch.waits import Wait
-from orchestrator.facts import EndpointStatus, EnvStatus, ReportStatus, Status, WaitStatus, by_domain
+from orchestrator.facts import (
+    EndpointStatus,
+    EnvStatus,
+    ReportStatus,
+    Status,
+    TrackerStatus,
+    WaitStatus,
+    by_domain,
+)
 from orchestrator.run.run import Run
 from orchestrator.run.waits import describe, find_waits
 
@@ -19,12 +29,16 @@ def build_status(
     now: float,
     *,
     loop_lag_p99_s: float = 0.0,
+    disk_free_bytes: int | None = None,
     waits: Sequence[Wait] = (),
     notes: Sequence[str] = (),
+    trackers: Sequence[TrackerStatus] = (),
 ) -> Status:
     """The run at this moment; `waits` and `notes` are what others than the run know."""
     parts = run.parts
     facts, versions = parts.facts, parts.versions
+    rollouts_per_s, tokens_per_s = facts.rate(now)
+    last = facts.history[-1] if facts.history else None
     found, envs = [*find_waits(run, now), *waits], _env_statuses(run, now)
     return Status(
         state=run.state.value,
@@ -45,7 +59,9 @@ def build_status(
         published=versions.published,
         reward=facts.reward,
         first_reward=facts.first_reward,
-        rollouts_per_s=facts.rate(now),
+        rollouts_per_s=rollouts_per_s,
+        tokens_per_s=tokens_per_s,
+        eta_s=_eta(run),
         inflight=parts.ledger.total_inflight,
         limit=parts.pool.limit,
         queued_sequences=parts.buffer.sequences,
@@ -62,7 +78,7 @@ def build_status(
         evals=parts.eval_sink.results[-20:],
         staleness=facts.staleness_numbers(),
         refused=run.refused,
-        notes=list(notes),
+        notes=[*notes, *(f'tracker "{t.name}": {t.error} ({t.lost} lost)' for t in trackers if t.error)],
         minimums_waived=run.minimums.times_waived,
         loop_lag_p99_s=loop_lag_p99_s,
         journal_backlog_bytes=parts.journal.backlog_bytes,
@@ -80,7 +96,20 @@ def build_status(
             for name, told in facts.reports.names.items()
         },
         mismatch=facts.reports.trouble,
+        last=None if last is None else msgspec.structs.replace(last, envs={}),
+        idle_s=max(0.0, now - run.progressed),
+        max_versions=run.settings.max_versions,
+        disk_free_bytes=disk_free_bytes,
+        trackers=list(trackers),
+        changes=run.control.changes.lines(),
     )
+
+
+def _eta(run: Run) -> float | None:
+    """Seconds until the last step is formed, as far as that can be said."""
+    if run.settings.max_steps is None:
+        return None
+    return run.parts.facts.seconds_left(max(0, run.settings.max_steps - run.parts.versions.formed))
 
 
 def _env_statuses(run: Run, now: float) -> dict[str, EnvStatus]:
@@ -91,10 +120,12 @@ def _env_statuses(run: Run, now: float) -> dict[str, EnvStatus]:
         parts.buffer.configured_minimums,
     )
     shares, recent = parts.facts.delivered.shares(), parts.facts.delivered.recent_shares()
-    completed = dict.fromkeys(parts.train, 0)
+    completed, failed = dict.fromkeys(parts.train, 0), dict.fromkeys(parts.train, 0)
     for lane, name, outcome, _, n in parts.ledger.rows():
-        if lane is Lane.TRAIN and outcome is Outcome.COMPLETED and name in completed:
-            completed[name] += n
+        if lane is Lane.TRAIN and name in completed and outcome is not Outcome.CANCELLED:
+            (completed if outcome is Outcome.COMPLETED else failed)[name] += n
+    history = parts.facts.history
+    last = history[-1].envs if history else {}
     domains = {env.name: env.domain or env.name for env in run.settings.train}
     statuses = {}
     for name, port in parts.train.items():
@@ -120,7 +151,11 @@ def _env_statuses(run: Run, now: float) -> dict[str, EnvStatus]:
             minimum=minimums.get(name, 0),
             minimum_waived=run.minimums.waived.get(name, "") if minimums.get(name) else "",
             dropped=dict(facts.dropped),
+            failed=failed[name],
             failure=facts.failure,
+            rewards=[step.envs[name].sampled_reward if name in step.envs else None for step in history],
+            last=last.get(name),
+            held=run.control.changes.held(name),
         )
     return statuses
 
@@ -159,6 +194,8 @@ def build_summary(run: Run, end: str, now: float) -> dict[str, Any]:
         "steps": status.trained,
         "version": status.version,
         "sequences": run.parts.facts.sequences,
+        "tokens": run.parts.facts.tokens,
+        "last_step": None if status.last is None else msgspec.to_builtins(status.last),
         "first_reward": status.first_reward,
         "last_reward": status.reward,
         "envs": {
@@ -174,6 +211,7 @@ def build_summary(run: Run, end: str, now: float) -> dict[str, Any]:
                 "acceptance": env.acceptance,
                 "mean_latency_s": env.mean_latency_s,
                 "dropped": env.dropped,
+                "last_step": None if env.last is None else msgspec.to_builtins(env.last),
             }
             for name, env in status.envs.items()
         },

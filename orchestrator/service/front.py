@@ -5,12 +5,12 @@ from collections.abc import Callable, Sequence
 
 from orchestrator.dispatch.waits import Wait, WaitKind
 from orchestrator.env_servers.env import Env
-from orchestrator.facts import EndpointStatus, Status, WaitStatus, status_without_run
+from orchestrator.facts import EndpointStatus, Status, TrackerStatus, WaitStatus, status_without_run
 from orchestrator.inference import InferencePool
 from orchestrator.run.run import Run
 from orchestrator.run.status import build_status
 from orchestrator.service.driver import Driver
-from orchestrator.service.health import LoopLag
+from orchestrator.service.health import DiskSpace, LoopLag
 from orchestrator.trainer_link.server import BatchServer
 from orchestrator.views.metrics import render_metrics
 
@@ -28,6 +28,10 @@ class Front:
     ) -> None:
         """`notes`: what the configuration does that people should know."""
         self.lag = LoopLag()
+        self.disk = DiskSpace()
+        self.trackers: Callable[[], list[TrackerStatus]] = list
+        self.troubles: list[Callable[[], str]] = []
+        """What is amiss beside the run; each is empty while nothing is."""
         self._notes = notes
         self._max_steps = max_steps
         self._batch_size = batch_size
@@ -106,8 +110,10 @@ class Front:
             driver.run,
             driver.clock(),
             loop_lag_p99_s=self.lag.percentile(0.99),
+            disk_free_bytes=self.disk.free_bytes,
             waits=self._missing_ranks(),
-            notes=self._notes,
+            notes=[*self._notes, *filter(None, (trouble() for trouble in self.troubles))],
+            trackers=self.trackers(),
         )
 
     def _missing_ranks(self) -> list[Wait]:

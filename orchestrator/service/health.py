@@ -1,10 +1,12 @@
-"""How the process itself is doing: the event loop's lag, and whether anything still moves."""
+"""How the process itself is doing: the event loop's lag, room on its disk, and whether anything still moves."""
 
 import asyncio
 import gc
+import shutil
 import time
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import structlog
@@ -45,6 +47,26 @@ class LoopLag:
         """Lag that `share` of the last minute's samples stay below."""
         ordered = sorted(self._samples)
         return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
+
+
+DISK_S = 10.0
+"""Time between two looks at the disk."""
+
+
+class DiskSpace:
+    """How much room the disk of the run directory has; None until it is known."""
+
+    def __init__(self) -> None:
+        self.free_bytes: int | None = None
+
+    async def run(self, run_dir: Path) -> None:
+        """Look until cancelled, in a thread: a disk behind a network may take its time."""
+        while True:
+            try:
+                self.free_bytes = (await asyncio.to_thread(shutil.disk_usage, run_dir)).free
+            except OSError:
+                self.free_bytes = None
+            await asyncio.sleep(DISK_S)
 
 
 WAITING_S = 30.0

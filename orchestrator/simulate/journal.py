@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from orchestrator.facts import StepRecord
 from orchestrator.groups.group import Batch, Group
 
 
@@ -19,6 +20,7 @@ class MemoryRecovery:
     last_step: int
     last_acknowledged: int
     evals: Sequence[dict[str, Any]]
+    steps: Sequence[StepRecord]
     damaged: Sequence[str] = ()
 
     @property
@@ -40,6 +42,10 @@ class MemoryJournal:
     batches: list[Batch] = field(default_factory=list)
     evicted: list[tuple[Group, str]] = field(default_factory=list)
     evals: list[dict[str, Any]] = field(default_factory=list)
+    steps: list[StepRecord] = field(default_factory=list)
+    versions: dict[int, tuple[int, str | None]] = field(default_factory=dict)
+    reports: list[tuple[int, dict[str, float]]] = field(default_factory=list)
+    controls: list[tuple[float, str, Mapping[str, Any]]] = field(default_factory=list)
     acknowledged: int = 0
     _queued: dict[str, Group] = field(default_factory=dict)
     _resolved: dict[str, set[int]] = field(default_factory=dict)
@@ -55,7 +61,16 @@ class MemoryJournal:
         self.tasks.append((env, position, outcome))
         self._resolved.setdefault(env, set()).add(position)
 
-    def record_batch(self, batch: Batch, on_durable: Callable[[], None]) -> None:
+    def record_batch(
+        self,
+        batch: Batch,
+        on_durable: Callable[[], None],
+        *,
+        record: StepRecord,
+        states: Mapping[str, Any],
+    ) -> None:
+        self.steps.append(record)
+        self.record_states(states)
         self.events.append(f"batch {batch.step}")
         self.batches.append(batch)
         for group in batch.groups:
@@ -83,11 +98,23 @@ class MemoryJournal:
     def record_acknowledged(self, step: int) -> None:
         self.acknowledged = max(self.acknowledged, step)
 
-    def record_state(self, key: str, value: Any) -> None:
-        self._states[key] = json.dumps(value)
+    def record_states(self, states: Mapping[str, Any]) -> None:
+        self._states.update({key: json.dumps(value) for key, value in states.items()})
+
+    def record_version(self, version: int, step: int, path: str | None) -> None:
+        self.versions[version] = (step, path)
+
+    def forget_version(self, version: int) -> None:
+        self.versions.pop(version, None)
+
+    def record_report(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.reports.append((step, dict(metrics)))
 
     def record_eval(self, data: dict[str, Any]) -> None:
         self.evals.append(data)
+
+    def record_control(self, at: float, origin: str, command: Mapping[str, Any]) -> None:
+        self.controls.append((at, origin, command))
 
     def recover(self) -> MemoryRecovery:
         """What a restart would find."""
@@ -100,4 +127,5 @@ class MemoryJournal:
             last_step=max((batch.step for batch in self.batches), default=0),
             last_acknowledged=self.acknowledged,
             evals=self.evals,
+            steps=self.steps,
         )

@@ -10,7 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import structlog
 
@@ -19,7 +19,7 @@ from orchestrator.buffer import BatchBuffer
 from orchestrator.dispatch.pace import Pace
 from orchestrator.dispatch.versions import Versions
 from orchestrator.dispatch.work import PendingGroup
-from orchestrator.facts import Facts
+from orchestrator.facts import Facts, StepRecord
 from orchestrator.groups.group import Batch, Group
 from orchestrator.groups.scoring import (
     AdvantageFunction,
@@ -27,6 +27,7 @@ from orchestrator.groups.scoring import (
     has_variance,
     seats_of,
 )
+from orchestrator.sinks.archive import Archive
 from orchestrator.sinks.barren import Barren
 from orchestrator.sinks.same_tasks import SameTasks
 from orchestrator.sinks.yields import Yields
@@ -43,7 +44,16 @@ class Record(Protocol):
 
     def record_group(self, group: Group) -> None: ...
     def record_task(self, env: str, position: int, outcome: str) -> None: ...
-    def record_batch(self, batch: Batch, on_durable: Callable[[], None]) -> None: ...
+    def record_batch(
+        self,
+        batch: Batch,
+        on_durable: Callable[[], None],
+        *,
+        record: StepRecord,
+        states: Mapping[str, Any],
+    ) -> None:
+        """A batch with its record and the run's states, all of it or nothing."""
+
     def evict_group(self, group: Group, reason: str) -> None: ...
     def prune(self, env: str, low: int) -> None: ...
 
@@ -83,6 +93,7 @@ class TrainSink:
         mix: MixFeedback,
         record: Record,
         facts: Facts,
+        archive: Archive,
         barren: Barren,
         advantage: AdvantageFunction,
         keep_equal_rewards: bool,
@@ -100,6 +111,7 @@ class TrainSink:
         self._mix = mix
         self._record = record
         self._facts = facts
+        self._archive = archive
         self._barren = barren
         self._advantage = advantage
         self._keep_equal_rewards = keep_equal_rewards
@@ -137,6 +149,7 @@ class TrainSink:
             # It did what it should, too late for us: the task is asked again.
             self._mix.on_finish(pending.env, pending.size, 0, now=now)
             self._facts.dropped(pending.env, "stale", pending.size)
+            self._archive.scored(pending, "stale", now)
             self._tasks.retry(pending.task)
             return
         version_end = max(pending.version_end, self._versions.serving)
@@ -146,6 +159,7 @@ class TrainSink:
             self._reject(pending, "oversize", now)
             return
         self._record.record_group(group)
+        self._archive.scored(pending, "queued", now)
         self._queue(group)
         self._mix.on_finish(pending.env, pending.size, pending.valid, now=now)
         self._barren.delivered()
@@ -153,6 +167,7 @@ class TrainSink:
     def dropped(self, pending: PendingGroup, reason: str, *, again: bool, now: float) -> None:
         """A group ended without a result: stopped by us, or failed."""
         self._facts.dropped(pending.env, reason, pending.size)
+        self._archive.dropped(pending, reason, now)
         if again and reason != "overdue":
             self._mix.on_cancel(pending.env, pending.size, now=now)
         else:
@@ -179,11 +194,18 @@ class TrainSink:
         """Whether every batch of the run is formed."""
         return self._max_steps is not None and self._versions.formed >= self._max_steps
 
-    def form(self, now: float, available: Collection[str], *, at_once: bool = False) -> None:
+    def form(
+        self,
+        now: float,
+        available: Collection[str],
+        *,
+        at_once: bool = False,
+        states: Callable[[float], Mapping[str, Any]],
+    ) -> None:
         """Form every batch that is wanted and can be had.
 
         `available`: envs that have a server; groups of the others are not waited for. `at_once`: nothing that is
-        awaited could help.
+        awaited could help. `states`: what a later process needs, recorded with each batch.
         """
         versions = self._versions
         self.held, self.stuck = None, False
@@ -207,7 +229,8 @@ class TrainSink:
             if groups is None:
                 self.stuck = self._buffer.is_stuck(self._spare)
                 return
-            self._emit(Batch(step=step, version=versions.version_at(step), groups=tuple(groups)))
+            batch = Batch(step=step, version=versions.version_at(step), groups=tuple(groups))
+            self._emit(batch, states, now)
 
     def restore(self, groups: Iterable[Group]) -> int:
         """Queue the groups that an earlier process left; returns how many fit today's configuration."""
@@ -222,6 +245,7 @@ class TrainSink:
                 kept += 1
             else:
                 self._record.evict_group(group, reason)
+                self._archive.evicted(group, reason)
                 if group.env in self._group_sizes:
                     self._tasks.retry(group.task)
                 log.warning("group.given_up", group=group.id, reason=reason)
@@ -287,22 +311,24 @@ class TrainSink:
 
     # --- inside ------------------------------------------------------------------------------------------------------
 
-    def _emit(self, batch: Batch) -> None:
+    def _emit(self, batch: Batch, states: Callable[[float], Mapping[str, Any]], now: float) -> None:
         """Everything that follows from a batch's forming."""
         for group in batch.groups:
             self._count(group, -1)
             self._tasks.resolve(group.task)
         self._versions.formed = batch.step
-        self._record.record_batch(batch, lambda: self._offer(batch))
+        record = self._facts.batch_formed(batch, quarantined=self._mix.quarantined, now=now)
+        # In one commit: a process that dies right after it has counted this batch, its mix and its time.
+        self._record.record_batch(batch, lambda: self._offer(batch), record=record, states=states(now))
+        self._archive.batch_formed(batch)
         for env in {group.env for group in batch.groups}:
             self._record.prune(env, self._tasks.low_water(env))
-        reward = self._facts.batch_formed(batch)
         log.info(
             "batch.formed",
             step=batch.step,
             version=batch.version,
             groups=len(batch.groups),
-            reward=round(reward, 4),
+            reward=round(record.reward, 4),
         )
 
     def _give_up_if_stuck(self) -> None:
@@ -357,6 +383,7 @@ class TrainSink:
             self._count(group, -1)
             reason = "split_rest" if not asked else "surplus" if little else "stale"
             self._record.evict_group(group, reason)
+            self._archive.evicted(group, reason)
             self._mix.on_drop(group.env, group.rollouts, now=now)
             self._facts.dropped(group.env, reason, group.rollouts)
         if evicted:
@@ -366,6 +393,7 @@ class TrainSink:
     def _reject(self, pending: PendingGroup, reason: str, now: float) -> None:
         self._mix.on_finish(pending.env, pending.size, 0, now=now)
         self._facts.dropped(pending.env, reason, pending.size)
+        self._archive.scored(pending, reason, now)
         self._record.record_task(pending.env, pending.task.position, reason)
         self._tasks.resolve(pending.task)
         self._barren.count(pending.env, reason, pending.size, ignored=self._mix.quarantined)

@@ -14,6 +14,7 @@ import asyncio
 import os
 import time
 from collections.abc import AsyncIterator, Generator, Iterator, Mapping
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Self, TypeVar
 
@@ -30,6 +31,7 @@ from orchestrator.trainer.protocol import (
     Ok,
     ProtocolError,
     Publish,
+    Published,
     Report,
     Request,
     Served,
@@ -43,6 +45,24 @@ Waiting = Generator[float, None, T]
 TOKEN_VARIABLE = "ORCHESTRATOR_TRAINER_TOKEN"  # noqa: S105  the name of a variable, not a token
 
 
+@dataclass(frozen=True, slots=True)
+class Publication:
+    """What became of a version that was published; `note` says what was odd about it, such as a repetition.
+
+    `engines` has an entry for each inference server where the publication waited for them: empty where it has the version, or
+    a later one, and else why not. Without waiting there is none.
+    """
+
+    version: int
+    note: str = ""
+    engines: Mapping[str, str] | None = None
+
+    @property
+    def loaded_everywhere(self) -> bool:
+        """Whether the publication waited, and every inference server has the version."""
+        return self.engines is not None and not any(self.engines.values())
+
+
 class _Conversation:
     """What both clients do: every method is a generator that yields where it has to wait."""
 
@@ -54,6 +74,7 @@ class _Conversation:
         world_size: int = 1,
         resume_after: int | None = None,
         prefetch: bool = False,
+        auto_ack: bool = True,
         timeout_s: float = 600.0,
         ping_s: float = 2.0,
         token: str | None = None,
@@ -65,7 +86,8 @@ class _Conversation:
 
         `resume_after` is the last step in the trainer's checkpoint: iteration starts behind it, with batches that
         the service still keeps. By default it starts at the first batch that this rank has not acknowledged.
-        `prefetch` asks for the next batch while the last one is trained on. `timeout_s` is how long the service
+        `prefetch` asks for the next batch while the last one is trained on. Without `auto_ack` a batch is acknowledged by
+        `ack` alone, for a loop that has several in hand. `timeout_s` is how long the service
         may be silent; a client that waits asks every `ping_s` whether it is there. `token` is for a service that asks
         for one (`trainer.token_env`); when it is not given, the environment variable ORCHESTRATOR_TRAINER_TOKEN
         is used, if it is set. The keys are CURVE keys (Z85); without a pair of its own a client makes one.
@@ -77,6 +99,7 @@ class _Conversation:
         self._timeout_s = timeout_s
         self._ping_s = min(ping_s, timeout_s / 4)
         self._prefetch = prefetch
+        self._auto_ack = auto_ack
         self._after = resume_after
         self._in_hand: int | None = None
         self._ahead: int | None = None
@@ -133,11 +156,21 @@ class _Conversation:
             self._in_hand = None
 
     def _ack_in_hand(self) -> Waiting[None]:
-        if self._in_hand is not None:
+        if self._in_hand is not None and self._auto_ack:
             yield from self._ack(self._in_hand)
 
-    def _publish(self, version: int, path: str | None) -> Waiting[str]:
-        return (yield from self._do(Publish(self._session.next_id(), version, path, self._after or 0)))
+    def _publish(self, version: int, path: str | None, wait_s: float) -> Waiting[Publication]:
+        request = Publish(self._session.next_id(), version, path, self._after or 0, float(wait_s))
+        if not wait_s:
+            return Publication(version, (yield from self._do(request)))
+        reply = yield from self._request(request)
+        match reply.answer:
+            case Published(note=note, engines=engines):
+                return Publication(version, note, engines)
+            case Missing(reason=reason):
+                raise TrainerLinkError(reason)
+            case other:
+                raise TrainerLinkError(f"the orchestrator answered something else than was asked: {other}")
 
     def _report(self, step: int, metrics: Mapping[str, float]) -> Waiting[None]:
         numbers = {name: float(value) for name, value in metrics.items()}
@@ -219,7 +252,7 @@ class _Conversation:
                 return None
             case Missing(reason=reason):
                 raise TrainerLinkError(reason)
-            case Ok():
+            case Ok() | Published():
                 raise TrainerLinkError("the orchestrator answered a request for a batch without one")
 
 
@@ -253,7 +286,7 @@ class TrainerClient(_Conversation):
         return batch
 
     def next_batch(self) -> TrainingBatch | None:
-        """Acknowledge the batch in hand and wait for the next one; None when the run is over."""
+        """Acknowledge the batch in hand (see `auto_ack`) and wait for the next one; None when the run is over."""
         return self._drive(self._next_batch())
 
     def get(self, step: int) -> TrainingBatch:
@@ -264,12 +297,13 @@ class TrainerClient(_Conversation):
         """This rank is done with a batch; returns once the service has recorded it."""
         self._drive(self._ack(step))
 
-    def publish(self, version: int, path: str | None = None) -> str:
+    def publish(self, version: int, path: str | None = None, *, wait_s: float = 0.0) -> Publication:
         """A version can be sampled from, at `path`; TrainerLinkError with the reason when it cannot be loaded.
 
-        Repeating a version or going back changes nothing; the return says so.
+        With `wait_s` it returns when every inference server has loaded the version or is out of service, at the latest after
+        that time, and the answer says which have it. Repeating a version or going back changes nothing; the note says so.
         """
-        return self._drive(self._publish(version, path))
+        return self._drive(self._publish(version, path, wait_s))
 
     def report(self, step: int, metrics: Mapping[str, float]) -> None:
         """Numbers of a step for people, such as loss or logprob_mismatch; TrainerLinkError when they are refused."""
@@ -321,7 +355,7 @@ class AsyncTrainerClient(_Conversation):
         return batch
 
     async def next_batch(self) -> TrainingBatch | None:
-        """Acknowledge the batch in hand and wait for the next one; None when the run is over."""
+        """Acknowledge the batch in hand (see `auto_ack`) and wait for the next one; None when the run is over."""
         return await self._drive(self._next_batch())
 
     async def get(self, step: int) -> TrainingBatch:
@@ -332,12 +366,13 @@ class AsyncTrainerClient(_Conversation):
         """This rank is done with a batch; returns once the service has recorded it."""
         await self._drive(self._ack(step))
 
-    async def publish(self, version: int, path: str | None = None) -> str:
+    async def publish(self, version: int, path: str | None = None, *, wait_s: float = 0.0) -> Publication:
         """A version can be sampled from, at `path`; TrainerLinkError with the reason when it cannot be loaded.
 
-        Repeating a version or going back changes nothing; the return says so.
+        With `wait_s` it returns when every inference server has loaded the version or is out of service, at the latest after
+        that time, and the answer says which have it. Repeating a version or going back changes nothing; the note says so.
         """
-        return await self._drive(self._publish(version, path))
+        return await self._drive(self._publish(version, path, wait_s))
 
     async def report(self, step: int, metrics: Mapping[str, float]) -> None:
         """Numbers of a step for people, such as loss or logprob_mismatch; TrainerLinkError when they are refused."""

@@ -1,19 +1,23 @@
-"""Status, metrics and health over HTTP, in the service's own event loop.
+"""The HTTP side, in the service's own event loop: who may ask, and which handler answers.
 
-Everything is read from the facts at the moment of the request, without waiting. Off loopback every path but `/healthz`
-needs a bearer token; on loopback a request must name this machine, so that a web page which has its own name point
-here (DNS rebinding) reads nothing. Connections are bounded in number and in idle time. Errors are one line of plain
-text; a request that fails is answered with 500, logged, and harms nobody else. Nothing here changes the run.
+Off loopback every path but `/healthz` and those that are open to all needs a bearer token; on loopback a request must
+name this machine, so that a web page which has its own name point here (DNS rebinding) reads nothing, and nowhere may
+a page from elsewhere send anything but GET. Connections are bounded in number and in idle time, bodies in size. An answer
+that is written piece by piece keeps its connection for as long as its client reads; who does not is disconnected.
+Errors are one line of plain text; a request that fails is answered with 500, logged, and harms nobody else.
+Handlers change a run only where another module adds one that does.
 """
 
 import asyncio
 import hmac
 import ipaddress
 import socket
-from collections.abc import AsyncIterator, Callable, Mapping
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from http import HTTPStatus
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 import structlog
@@ -22,61 +26,129 @@ from aiohttp import web
 from orchestrator.errors import ConfigError
 from orchestrator.facts import Status
 
-OPEN_PATHS = frozenset({"/healthz"})
 MAX_CONNECTIONS = 256
-"""Probes, scrapers and a few people; what comes on top is closed at once."""
+"""Probes, scrapers and people; what comes on top is closed at once."""
+MAX_BODY_BYTES = 64 * 1024
 IDLE_S = 60.0
 """A connection without a whole request for so long is closed, whether it is silent, slow to ask or slow to read."""
+METRICS_S = 1.0
+"""Scrapers that come within so long of each other get the same text: making it costs milliseconds of the event loop."""
 _SHUTDOWN_S = 2.0
 
+Handler = Callable[["Request"], Awaitable[web.StreamResponse]]
+
 log = structlog.get_logger()
+
+
+class Request(web.BaseRequest):
+    """A request whose answer may be written piece by piece."""
+
+    @property
+    def is_read(self) -> bool:
+        """Whether the client has taken all that was written so far."""
+        return self.transport is not None and self.transport.get_write_buffer_size() == 0
+
+    def stay_open(self) -> None:
+        """The idle time begins anew; call it before a piece, if what came before it was read."""
+        if isinstance(self.protocol, _Connection):
+            self.protocol.postpone_deadline()
 
 
 class App:
     """The paths, what each answers, and who may ask."""
 
-    def __init__(self, routes: Mapping[str, Callable[[], web.Response]], *, token: str | None) -> None:
-        self._routes = routes
+    def __init__(self, *, token: str | None) -> None:
         self._expected = None if token is None else f"Bearer {token}".encode()
+        self._routes: dict[tuple[str, str], Handler] = {}
+        self._open: set[str] = set()
 
-    def answer(self, request: web.BaseRequest) -> web.Response:
+    def add(self, method: str, path: str, handler: Handler, *, open_to_all: bool = False) -> None:
+        """Have a handler answer a path, or all paths below it where it ends with a slash (but for `/` itself).
+
+        GET answers HEAD too. `open_to_all`: without the token, so it must tell nothing about the run.
+        """
+        self._routes[method, path] = handler
+        if open_to_all:
+            self._open.add(path)
+
+    async def answer(self, request: Request) -> web.StreamResponse:
         """Without the token it does not even say which paths there are."""
-        if request.path not in OPEN_PATHS and not self._may_ask(request):
-            return _line(401, "a bearer token is needed", {"WWW-Authenticate": "Bearer"})
-        route = self._routes.get(request.path)
-        if route is None:
-            return _line(404, f"there is nothing here; there are: {', '.join(self._routes)}")
-        if request.method not in ("GET", "HEAD"):
-            return _line(405, "only GET is answered", {"Allow": "GET, HEAD"})
-        return route()
+        path = self._path_of(request)
+        if path not in self._open and not self._may_ask(request):
+            return line(401, "a bearer token is needed", {"WWW-Authenticate": "Bearer"})
+        methods = [method for method, there in self._routes if there == path]
+        if not methods:
+            known = ", ".join(dict.fromkeys(path for _, path in self._routes))
+            return line(404, f"there is nothing here; there are: {known}")
+        method = "GET" if request.method == "HEAD" else request.method
+        if method not in methods:
+            allowed = [*methods, "HEAD"] if "GET" in methods else methods
+            return line(405, f"only {' and '.join(methods)} is answered", {"Allow": ", ".join(allowed)})
+        if method != "GET" and not _is_from_here(request):
+            return line(403, "a page from elsewhere may not send this")
+        try:
+            return await self._routes[method, path](request)
+        except web.HTTPException as error:
+            return line(error.status, HTTPStatus(error.status).phrase.lower())
 
-    def _may_ask(self, request: web.BaseRequest) -> bool:
+    def _path_of(self, request: Request) -> str:
+        """The route that stands for the request's path: the path itself, or the longest prefix of it."""
+        known = {path for _, path in self._routes}
+        path = request.path
+        if path in known:
+            return path
+        while "/" in path[1:]:
+            path = path[: path.rstrip("/").rindex("/") + 1]
+            if path in known and path != "/":
+                return path
+        return request.path
+
+    def _may_ask(self, request: Request) -> bool:
         if self._expected is None:
             return True
         given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
         return hmac.compare_digest(given, self._expected)
 
 
-def build_app(*, status: Callable[[], Status], metrics: Callable[[], bytes], token: str | None) -> App:
-    """The routes."""
+def build_app(
+    *,
+    status: Callable[[], Status],
+    metrics: Callable[[], bytes],
+    token: str | None,
+    clock: Callable[[], float] = time.monotonic,
+) -> App:
+    """What probes, scrapers and `orchestrator status` ask for."""
+    scraped: tuple[float, bytes] = (float("-inf"), b"")
 
-    def healthz() -> web.Response:
-        return _line(200, "ok")
+    async def healthz(_: Request) -> web.Response:
+        return line(200, "ok")
 
-    def readyz() -> web.Response:
+    async def readyz(_: Request) -> web.Response:
         state = status().state
-        return _line(200 if state == "running" else 503, state)
+        return line(200 if state == "running" else 503, state)
 
-    def api_status() -> web.Response:
+    async def api_status(_: Request) -> web.Response:
         return web.Response(body=msgspec.json.encode(status()), content_type="application/json")
 
-    def prometheus() -> web.Response:
+    async def prometheus(_: Request) -> web.Response:
+        nonlocal scraped
+        if clock() - scraped[0] >= METRICS_S:
+            scraped = (clock(), metrics())
         return web.Response(
-            body=metrics(), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
+            body=scraped[1], headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
         )
 
-    routes = {"/healthz": healthz, "/readyz": readyz, "/metrics": prometheus, "/api/status": api_status}
-    return App(routes, token=token)
+    app = App(token=token)
+    app.add("GET", "/healthz", healthz, open_to_all=True)
+    app.add("GET", "/readyz", readyz)
+    app.add("GET", "/metrics", prometheus)
+    app.add("GET", "/api/status", api_status)
+    return app
+
+
+def line(status: int, text: str, headers: Mapping[str, str] | None = None) -> web.Response:
+    """An answer of one line; what it quotes from elsewhere may not add another."""
+    return web.Response(status=status, text=f"{' '.join(text.splitlines())}\n", headers=headers)
 
 
 @asynccontextmanager
@@ -101,52 +173,65 @@ class _Server(web.Server):
     """All connections: at most so many, and each closed when no request has come for too long."""
 
     def __init__(self, app: App, *, host: str, max_connections: int, idle_s: float) -> None:
-        # What is left of a request's body is not waited for: no path takes one.
+        # What is left of a body that no handler wanted is not waited for.
         self._settings: dict[str, Any] = {"access_log": None, "lingering_time": 0.0}
-        super().__init__(self._answer, **self._settings)
+        super().__init__(self._answer, request_factory=self._build_request, **self._settings)  # type: ignore[arg-type]
         self._app = app
         self._host = host
         self._max_connections = max_connections
         self._idle_s = idle_s
-        self._deadlines: dict[web.RequestHandler, asyncio.TimerHandle] = {}
 
     def __call__(self) -> web.RequestHandler:
-        return _Connection(self, loop=self._loop, **self._settings)
+        return _Connection(self, idle_s=self._idle_s, loop=self._loop, **self._settings)
 
     def connection_made(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:
         super().connection_made(handler, transport)
         if len(self.connections) > self._max_connections:
-            transport.abort()
-            return
-        self._deadlines[handler] = self._loop.call_later(self._idle_s, transport.abort)
+            # Not before its task has begun to wait for a request, and before any request is read.
+            self._loop.call_soon(transport.abort)
+        elif isinstance(handler, _Connection):
+            handler.postpone_deadline()
 
     def connection_lost(self, handler: web.RequestHandler, exc: BaseException | None = None) -> None:
         super().connection_lost(handler, exc)
-        deadline = self._deadlines.pop(handler, None)
-        if deadline is not None:
-            deadline.cancel()
+        if isinstance(handler, _Connection):
+            handler.cancel_deadline()
 
-    async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
-        self._postpone_deadline(request)
+    async def _answer(self, request: Request) -> web.StreamResponse:
+        if isinstance(request.protocol, _Connection):
+            request.protocol.postpone_deadline()
         asked_for = request.headers.get("Host")
         if asked_for is not None and _is_loopback(self._host) and not self._is_own_name(_name_in(asked_for)):
-            return _line(403, "this service answers to the names of this machine alone; ask for localhost")
-        return self._app.answer(request)
+            return line(403, "this service answers to the names of this machine alone; ask for localhost")
+        return await self._app.answer(request)
 
-    def _postpone_deadline(self, request: web.BaseRequest) -> None:
-        handler, transport = request.protocol, request.transport
-        if handler in self._deadlines and transport is not None:
-            self._deadlines[handler].cancel()
-            self._deadlines[handler] = self._loop.call_later(self._idle_s, transport.abort)
+    def _build_request(self, *parts: Any) -> Request:
+        return Request(*(*parts, self._loop), client_max_size=MAX_BODY_BYTES)
 
     def _is_own_name(self, name: str) -> bool:
         return _is_loopback(name) or name == self._host.lower()
 
 
 class _Connection(web.RequestHandler):
-    """One connection; its errors are one line, whoever asks."""
+    """One connection; it ends with its idle time, and its errors are one line, whoever asks."""
 
-    __slots__ = ()
+    __slots__ = ("_deadline", "_idle_s")
+
+    def __init__(self, manager: web.Server, *, idle_s: float, **settings: Any) -> None:
+        super().__init__(manager, **settings)
+        self._idle_s = idle_s
+        self._deadline: asyncio.TimerHandle | None = None
+
+    def postpone_deadline(self) -> None:
+        """The idle time begins anew."""
+        self.cancel_deadline()
+        if self.transport is not None:
+            self._deadline = self._loop.call_later(self._idle_s, self.transport.abort)
+
+    def cancel_deadline(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
 
     def handle_error(
         self,
@@ -157,13 +242,15 @@ class _Connection(web.RequestHandler):
     ) -> web.StreamResponse:
         if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
             log.error("http.failed", path=request.path, exc_info=exc)
-        response = _line(status, HTTPStatus(status).phrase.lower())
+        response = line(status, HTTPStatus(status).phrase.lower())
         response.force_close()
         return response
 
 
-def _line(status: int, text: str, headers: Mapping[str, str] | None = None) -> web.Response:
-    return web.Response(status=status, text=f"{text}\n", headers=headers)
+def _is_from_here(request: Request) -> bool:
+    """Whether the request comes from a page of this very service, or from no page at all."""
+    origin = request.headers.get("Origin")
+    return origin is None or urlsplit(origin).netloc.lower() == request.headers.get("Host", "").lower()
 
 
 def _name_in(host: str) -> str:

@@ -60,6 +60,7 @@ def test_the_readme_prints_the_same_files(project: Path, name: str) -> None:
     assert python_block(ROOT / "README.md", name) == (project / name).read_text()
 
 
+@pytest.mark.integration
 @pytest.mark.timeout(180)
 def test_the_projects_readme_works_as_printed(project: Path) -> None:
     """Test, try, check, run and train, each command as it stands; the policy learns what the environment rewards."""

@@ -5,7 +5,7 @@ import pytest
 
 from orchestrator.dispatch.ledger import Lane, Ledger, Outcome
 from orchestrator.dispatch.versions import Versions
-from orchestrator.facts import Facts
+from orchestrator.facts import Facts, StepRecord
 from orchestrator.groups.group import Batch, Group, plain_facts
 from orchestrator.tasks.task import TrainTask
 
@@ -35,15 +35,19 @@ def group(env: str, position: int, size: int, version: int = 0) -> Group:
     )
 
 
+def formed(told: Facts, batch: Batch) -> StepRecord:
+    return told.batch_formed(batch, quarantined=frozenset(), now=1.0)
+
+
 def test_the_reward_is_weighted_by_the_targets() -> None:
     """An env that finished nothing in a step keeps its last reward instead of dropping out."""
     told = facts()
     told.scored("a", [1.0, 0.0])
     told.scored("b", [1.0, 1.0])
-    told.batch_formed(Batch(1, 0, (group("a", 0, 3), group("b", 0, 1))))
+    formed(told, Batch(1, 0, (group("a", 0, 3), group("b", 0, 1))))
     assert told.reward == pytest.approx(0.75 * 0.5 + 0.25)
     told.scored("a", [1.0])
-    told.batch_formed(Batch(2, 1, (group("a", 1, 4),)))
+    formed(told, Batch(2, 1, (group("a", 1, 4),)))
     assert told.reward == pytest.approx(1.0)
     assert told.envs["b"].reward == 1.0
     assert told.first_reward == pytest.approx(0.625)
@@ -53,8 +57,8 @@ def test_shares_are_those_of_what_was_emitted() -> None:
     """Whole run, and the last batches."""
     told = facts()
     for step in range(1, 18):
-        told.batch_formed(Batch(step, 0, (group("a", step, 4),)))
-    told.batch_formed(Batch(18, 0, (group("b", 0, 4),)))
+        formed(told, Batch(step, 0, (group("a", step, 4),)))
+    formed(told, Batch(18, 0, (group("b", 0, 4),)))
     assert told.delivered.shares()["b"] == pytest.approx(1 / 18)
     assert told.delivered.recent_shares()["b"] == pytest.approx(1 / 16)
 
@@ -65,7 +69,7 @@ def test_ages_are_counted_in_published_versions() -> None:
     told = facts(versions)
     versions.publish(10)
     versions.trained = 1
-    told.batch_formed(Batch(2, 10, (group("a", 0, 3, version=0), group("a", 1, 1, version=10))))
+    formed(told, Batch(2, 10, (group("a", 0, 3, version=0), group("a", 1, 1, version=10))))
     assert told.staleness_numbers() == {"mean": 0.75, "max": 1.0}
 
 
@@ -74,7 +78,7 @@ def test_a_later_process_goes_on_with_the_same_facts() -> None:
     told = facts()
     told.scored("a", [1.0])
     told.dropped("b", "stale", 4)
-    told.batch_formed(Batch(1, 0, (group("a", 0, 3), group("b", 0, 1))))
+    formed(told, Batch(1, 0, (group("a", 0, 3), group("b", 0, 1))))
     later = Facts({"a": 1.0}, ledger=Ledger(), versions=Versions(max_versions=2), now=100.0)
     later.load_state_dict(told.state_dict(7.0))
     assert later.seconds(101.0) == pytest.approx(8.0)
@@ -90,7 +94,7 @@ def test_the_rate_is_that_of_completed_training_rollouts() -> None:
     told.rate(0.0)
     told.ledger.end(Lane.TRAIN, "a", 20, Outcome.COMPLETED)
     told.ledger.end(Lane.TRAIN, "a", 10, Outcome.FAILED, "x")
-    assert told.rate(2.0) == pytest.approx(10.0)
+    assert told.rate(2.0) == pytest.approx((10.0, 0.0))
     assert told.failures() == {"a: x": 10}
 
 

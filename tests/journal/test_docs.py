@@ -31,7 +31,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
             journal.record_ack(1, 0, world_size=1)
             journal.record_task("math", 2, "filtered")
             journal.prune("math", 3)
-            journal.record_state("mix", {})
+            journal.record_states({"mix": {}})
             plan = EvalPlan("math", "test", num_examples=2, rollouts_per_example=4, interval=10)
             journal.record_eval(summarise(Evaluation(plan, 1, 0, 0.0, rewards=[[1.0, 0.0, 0.0, 1.0]]), 1.0))
 
@@ -54,7 +54,7 @@ def test_the_docs_have_queries_and_the_methods_for_people_exist() -> None:
     assert len(QUERIES) >= 6
     (named,) = re.findall(r"JournalReader\(run_dir\)` has ((?:[^.]|\n)*?),\nthe last", TEXT)
     methods = re.findall(r"`(\w+)\(\)`", named)
-    assert len(methods) == 7
+    assert len(methods) == 8
     assert all(callable(getattr(JournalReader, method)) for method in methods)
 
 

@@ -71,7 +71,7 @@ async def record(run_dir: Path, copy: Path) -> Original:
         await form(journal, "code/train/4", "math/train/6")
         await form(journal, "math/train/4", "code/train/2", "code/train/0")
         journal.record_ack(4, 1, world_size=2)
-        journal.record_state("version", {"published": [0, 1], "path": "ckpt/1", "trained": 3})
+        journal.record_states({"version": {"published": [0, 1], "path": "ckpt/1", "trained": 3}})
         journal.record_task("code", 9, "given_up:timeout")
         await journal.flush()
         shutil.copytree(run_dir, copy)

@@ -182,8 +182,8 @@ async def test_an_evicted_group_is_gone_and_its_task_can_be_asked_again(tmp_path
 async def test_states_evals_and_meta_survive_and_the_latest_state_wins(tmp_path: Path) -> None:
     """What the service notes about itself is there again."""
     async with opened(tmp_path) as journal:
-        journal.record_state("mix", {"deficit": [0.1, 0.2]})
-        journal.record_state("mix", {"deficit": [0.3]})
+        journal.record_states({"mix": {"deficit": [0.1, 0.2]}})
+        journal.record_states({"mix": {"deficit": [0.3]}})
         journal.record_eval({"env": "math", "step": 20, "version": 19, "avg@4": 0.5})
         journal.record_eval({"env": "math", "step": 40, "version": 39, "avg@4": 0.75})
         journal.set_meta("seed", "7")

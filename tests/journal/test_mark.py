@@ -198,7 +198,7 @@ async def test_a_run_that_folds_its_wal_and_is_killed_opens_without_a_word(tmp_p
         store.begin(sync=True)
         for group in make_batch(step).groups:
             store.add_group(group)
-        store.add_batch(make_batch(step))
+        store.add_batch(make_batch(step), None, {})
         store.commit(sync=True)
         store._next_checkpoint_bytes = 0
         store.tidy()

@@ -31,7 +31,7 @@ def run_steps(store: JournalStore, first: int, last: int, groups: int = 4) -> No
         store.begin(sync=False)
         for group in batch.groups:
             store.add_group(group)
-        store.add_batch(batch)
+        store.add_batch(batch, None, {})
         store.add_ack(step, 0, 1)
         store.acknowledge(step)
         store.prune("math", step * groups)

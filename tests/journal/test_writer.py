@@ -164,7 +164,7 @@ async def test_a_record_that_cannot_be_applied_reaches_the_event_loop_too() -> N
     """A mistake of ours in the thread is an error of the run, not a thread that is silently gone."""
     store = CountingStore()
     writer, errors = make_writer(store)
-    writer.add(lambda store: store.set_state(1), 0, lambda: None)  # type: ignore[call-arg, arg-type] # the mistake
+    writer.add(lambda store: store.set_states(1), 0, lambda: None)  # type: ignore[arg-type] # the mistake
     await until(lambda: errors)
     assert "cannot be written" in str(errors[0])
     with pytest.raises(JournalError):

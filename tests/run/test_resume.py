@@ -71,6 +71,10 @@ def test_a_run_that_is_killed_at_any_moment_loses_doubles_and_skips_nothing(
         assert served.setdefault(step, ids) == ids, "a step that is served again is the same"
         assert batch.size == 12
     assert sorted(served) == list(range(1, 13))
+    assert world.parts.facts.sequences == 12 * 12, (
+        "what was emitted is counted with the batch that emitted it"
+    )
+    assert [record.step for record in world.journal.steps] == list(range(1, 13))
     check_positions(world)
 
 

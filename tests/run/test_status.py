@@ -65,6 +65,20 @@ def test_a_diagnosis_names_the_oldest_rollout() -> None:
     assert diagnose(world.run, 30.0)["endpoints"] == {"http://virtual/v1": "out of service"}
 
 
+def test_a_cancelled_rollout_is_not_a_failed_one() -> None:
+    """What is given up at the end of a run did nothing wrong."""
+    world = make_world(
+        {"a": Behaviour(latency=lambda rng: 1.0), "b": Behaviour(latency=lambda rng: 50.0)}, max_steps=4
+    )
+    assert world.play(until=lambda: bool(world.ended))
+    status = build_status(world.run, world.now)
+    assert world.parts.ledger.totals()["cancelled"] > 0
+    assert [env.failed for env in status.envs.values()] == [0, 0]
+    assert status.eta_s == 0
+    assert (status.last.step if status.last else 0) == 4
+    assert len(status.envs["a"].rewards) == 4
+
+
 def test_the_summary_closes_the_run() -> None:
     """Steps that were trained, what came of each env, and every evaluation."""
     plan = EvalPlan(env="e", split="eval", num_examples=2, rollouts_per_example=1, interval=2)
@@ -76,6 +90,14 @@ def test_the_summary_closes_the_run() -> None:
     assert summary["end"] == "max_steps reached"
     assert summary["steps"] == summary["version"] == 3
     assert summary["sequences"] == summary["envs"]["a"]["sequences"] == 48
+    assert summary["tokens"] == sum(
+        len(group.tokens) for batch in world.journal.batches for group in batch.groups
+    )
+    assert (summary["last_step"]["step"], summary["last_step"]["staleness"]) == (
+        3,
+        world.journal.steps[-1].staleness,
+    )
+    assert summary["envs"]["a"]["last_step"]["latency_s"]["p99"] > 0
     assert summary["envs"]["a"]["num_tasks"] == 7
     assert summary["envs"]["a"]["actual_share"] == 1.0
     assert [result["step"] for result in summary["evals"]] == [0, 2, 3]

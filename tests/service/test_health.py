@@ -1,7 +1,8 @@
-"""The process's own health: the event loop's lag, and the watchdog that says what a run waits for."""
+"""The process's own health: the event loop's lag, room on the disk, and the watchdog that says what a run waits for."""
 
 import asyncio
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from structlog.testing import capture_logs
 
 from orchestrator.errors import StalledError
 from orchestrator.run.status import diagnose
-from orchestrator.service.health import LoopLag, Watchdog
+from orchestrator.service.health import DiskSpace, LoopLag, Watchdog
 from orchestrator.simulate.world import Behaviour, World
 from tests.support.waiting import until
 from tests.support.worlds import make_settings
@@ -189,3 +190,17 @@ async def test_the_lag_of_a_blocked_loop_is_seen() -> None:
     with pytest.raises(asyncio.CancelledError):
         await task
     assert lag.percentile(1.0) > blocked_s / 2
+
+
+async def test_room_on_the_disk_of_the_run_is_looked_at(tmp_path: Path) -> None:
+    """It is known soon after the start, and unknown where the directory cannot be looked at, which ends nothing."""
+    disk, gone = DiskSpace(), DiskSpace()
+    gone.free_bytes = 1
+    looking = [asyncio.create_task(disk.run(tmp_path)), asyncio.create_task(gone.run(tmp_path / "gone"))]
+    await until(lambda: disk.free_bytes is not None and gone.free_bytes is None)
+    assert disk.free_bytes is not None
+    assert disk.free_bytes > 0
+    for task in looking:
+        assert not task.done()
+        task.cancel()
+    await asyncio.wait(looking)

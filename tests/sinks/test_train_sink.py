@@ -22,7 +22,7 @@ def complete(world: TestedWorld, position: int, rewards: list[float], *, version
     """A group comes back, and batches are formed of what there is."""
     world.parts.mix.on_dispatch("a", len(rewards), now=world.now)
     world.parts.sink.completed(make_pending(position, rewards, version=version), world.now)
-    world.parts.sink.form(world.now, {"a"})
+    world.parts.sink.form(world.now, {"a"}, states=world.run.states)
 
 
 def test_groups_are_recorded_before_the_batch_that_holds_them() -> None:
@@ -100,7 +100,7 @@ def test_batches_are_formed_only_as_far_ahead_as_the_trainer_needs() -> None:
     assert made.parts.versions.formed == 2
     assert made.parts.buffer.sequences == 16
     made.parts.versions.trained = 1
-    made.parts.sink.form(0.0, {"a"})
+    made.parts.sink.form(0.0, {"a"}, states=made.run.states)
     assert made.parts.versions.formed == 3
 
 
@@ -174,7 +174,7 @@ def test_a_queued_token_takes_at_most_ten_bytes() -> None:
         ]
         made.parts.mix.on_dispatch("a", 4, now=0.0)
         made.parts.sink.completed(group, 0.0)
-    made.parts.sink.form(0.0, {"a"})
+    made.parts.sink.form(0.0, {"a"}, states=made.run.states)
     made.journal.groups.clear()
     made.journal._queued.clear()
     after, _ = tracemalloc.get_traced_memory()

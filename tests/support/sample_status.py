@@ -28,6 +28,7 @@ def env_status(**changes: Any) -> EnvStatus:
         "minimum": 4,
         "minimum_waived": "",
         "dropped": {"equal_rewards": 4},
+        "failed": 8,
     }
     return EnvStatus(**(fields | changes))
 
@@ -46,6 +47,8 @@ def sample_status(**changes: Any) -> Status:
         "reward": 0.75,
         "first_reward": 0.125,
         "rollouts_per_s": 37.4,
+        "tokens_per_s": 9123.0,
+        "eta_s": 754.0,
         "inflight": 12,
         "limit": 64,
         "queued_sequences": 8,

@@ -9,11 +9,13 @@ from typing import Any
 import aiohttp
 import msgspec
 import pytest
+import uvloop
+from aiohttp import web
 
 from orchestrator.errors import ConfigError
 from orchestrator.facts import Status
 from orchestrator.service.front import Front
-from orchestrator.views.http import build_app, serve_http
+from orchestrator.views.http import MAX_BODY_BYTES, App, Request, build_app, line, serve_http
 from tests.support.sample_status import sample_status
 
 TOKEN = "open-sesame"
@@ -118,6 +120,17 @@ async def test_metrics_are_served_as_prometheus_text() -> None:
         assert reply.status == 200
         assert reply.headers["Content-Type"].startswith("text/plain; version=0.0.4")
         assert await reply.text() == "some_metric 1.0\n"
+
+
+async def test_many_scrapers_cost_one_rendering_a_second() -> None:
+    """Those that come within a second get the same text, later ones a new one."""
+    moments, texts = [10.0], iter([b"first 1.0\n", b"second 1.0\n"])
+    app = build_app(status=sample_status, metrics=lambda: next(texts), token=None, clock=lambda: moments[-1])
+    async with serve_http(app, host="127.0.0.1", port=0) as address:
+        site = Site(address)
+        for moment, text in ((10.0, "first"), (10.5, "first"), (10.99, "first"), (11.0, "second")):
+            moments.append(moment)
+            assert await site.get("/metrics") == (200, f"{text} 1.0\n")
 
 
 async def test_what_is_not_there_is_not_found() -> None:
@@ -350,3 +363,140 @@ async def _head(reader: asyncio.StreamReader) -> bytes:
         return await reader.readuntil(b"\r\n\r\nok\n")
     except (asyncio.IncompleteReadError, ConnectionError):
         return b""
+
+
+async def echo(request: Request) -> web.Response:
+    return line(200, f"{request.method} {request.path} {len(await request.read())}")
+
+
+@asynccontextmanager
+async def serving_app(app: App, **limits: Any) -> AsyncIterator[Site]:
+    async with serve_http(app, host="127.0.0.1", port=0, **limits) as address:
+        yield Site(address)
+
+
+async def test_a_method_and_a_path_have_a_handler_of_their_own() -> None:
+    """What one of them answers says nothing about the other, and the refusal names what there is."""
+    app = App(token=None)
+    app.add("POST", "/api/pause", echo)
+    app.add("GET", "/api/pause", echo)
+    async with serving_app(app) as site:
+        assert await site.get("/api/pause") == (200, "GET /api/pause 0\n")
+        assert await site.get("/api/pause", method="POST") == (200, "POST /api/pause 0\n")
+        assert await site.get("/api/pause", method="PUT") == (405, "only POST and GET is answered\n")
+
+
+@pytest.mark.parametrize(
+    ("path", "code"),
+    [
+        ("/api/rollouts/", 200),
+        ("/api/rollouts/7", 200),
+        ("/api/rollouts/7/8", 200),
+        ("/api/rollouts", 404),
+        ("/api/rollout", 404),
+        ("/", 200),
+        ("/elsewhere", 404),
+    ],
+)
+async def test_a_path_that_ends_with_a_slash_stands_for_all_below_it(path: str, code: int) -> None:
+    """But `/` is one page, not everything."""
+    app = App(token=None)
+    app.add("GET", "/api/rollouts/", echo)
+    app.add("GET", "/", echo)
+    async with serving_app(app) as site:
+        assert (await site.get(path))[0] == code
+
+
+async def test_a_body_has_a_bounded_size() -> None:
+    """What is larger is refused in one line, and the service goes on."""
+    app = App(token=None)
+    app.add("POST", "/api/ask", echo)
+    async with serving_app(app) as site, aiohttp.ClientSession() as session:
+        for size, code in ((MAX_BODY_BYTES, 200), (MAX_BODY_BYTES + 1, 413)):
+            async with session.post(f"{site.address}/api/ask", data=b"x" * size) as reply:
+                assert reply.status == code
+                assert (await reply.text()).count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("origin", "code"),
+    [(None, 200), ("own", 200), ("http://evil.example", 403), ("null", 403), ("http://localhost", 403)],
+)
+async def test_a_page_from_elsewhere_may_not_send_anything(origin: str | None, code: int) -> None:
+    """A browser lets any page post to this machine; its own page is told by the origin."""
+    app = App(token=None)
+    app.add("POST", "/api/pause", echo)
+    async with serving_app(app) as site, aiohttp.ClientSession() as session:
+        headers = {} if origin is None else {"Origin": site.address if origin == "own" else origin}
+        async with session.post(f"{site.address}/api/pause", headers=headers) as reply:
+            assert reply.status == code
+
+
+async def test_paths_that_are_open_to_all_need_no_token() -> None:
+    """The others still do."""
+    app = App(token=TOKEN)
+    app.add("GET", "/", echo, open_to_all=True)
+    app.add("GET", "/api/status", echo)
+    async with serving_app(app) as site:
+        assert (await site.get("/"))[0] == 200
+        assert (await site.get("/api/status"))[0] == 401
+
+
+async def _count_slowly(request: Request) -> web.StreamResponse:
+    """A stream without an end."""
+    response = web.StreamResponse()
+    await response.prepare(request)
+    with suppress(ConnectionError):
+        for i in range(1_000_000):
+            if request.is_read:
+                request.stay_open()
+            await response.write(b"%d\n" % i)
+            await asyncio.sleep(0.05)
+    return response
+
+
+@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_an_answer_that_is_read_outlives_the_idle_time(new_loop: Any) -> None:
+    """What is written piece by piece goes on for as long as somebody reads it."""
+
+    async def read() -> None:
+        app = App(token=None)
+        app.add("GET", "/api/events", _count_slowly)
+        async with (
+            serving_app(app, idle_s=0.4) as site,
+            aiohttp.ClientSession() as session,
+            session.get(f"{site.address}/api/events") as reply,
+        ):
+            async for piece in reply.content:
+                if int(piece) == 20:
+                    break
+
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        runner.run(read())
+
+
+async def test_an_answer_that_nobody_reads_ends_with_the_idle_time() -> None:
+    """What was written stays bounded, and the connection becomes free."""
+    written = 0
+
+    async def flood(request: Request) -> web.StreamResponse:
+        nonlocal written
+        response = web.StreamResponse()
+        await response.prepare(request)
+        with suppress(ConnectionError):
+            while True:
+                if request.is_read:
+                    request.stay_open()
+                await response.write(b"x" * 100_000)
+                written += 100_000
+                await asyncio.sleep(0)
+        return response
+
+    app = App(token=None)
+    app.add("GET", "/api/events", flood)
+    app.add("GET", "/healthz", echo)
+    async with serving_app(app, max_connections=1, idle_s=0.5) as site, connected(site) as (reader, writer):
+        writer.write(b"GET /api/events HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        await reader.readexactly(100)
+        await answered(site)
+    assert written < 50_000_000

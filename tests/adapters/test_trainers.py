@@ -1,0 +1,67 @@
+"""What trainers of other libraries make of our batches, with the real libraries."""
+
+import asyncio
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator.trainer.batch import decode_batch
+from orchestrator.trainer_link.encoding import encode_batch
+from tests.adapters.venvs import CHECKOUT, TRAINERS
+from tests.support.journal_groups import make_batch
+from tests.support.trainer_links import make_server
+
+pytestmark = [pytest.mark.adapters, pytest.mark.timeout(300)]
+
+
+@pytest.fixture
+def python() -> Path:
+    """The interpreter that has torch and the example trainer of Atropos."""
+    if reason := TRAINERS.missing():
+        pytest.skip(reason)
+    return TRAINERS.python
+
+
+async def run_script(python: Path, script: str, *arguments: str) -> dict[str, Any]:
+    """The last line that a script of this folder prints, which is JSON."""
+    process = await asyncio.create_subprocess_exec(
+        python,
+        CHECKOUT / "tests" / "adapters" / script,
+        *arguments,
+        env={**os.environ, "PYTHONPATH": str(CHECKOUT)},
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        out, err = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    assert process.returncode == 0, err.decode()[-3000:]
+    found: dict[str, Any] = json.loads(out.decode().splitlines()[-1])
+    return found
+
+
+async def test_a_torch_data_loader_reads_every_batch(python: Path, tmp_path: Path) -> None:
+    """Tensors go through torch's own functions; steps are acknowledged in order; workers, which ask ahead, are refused."""
+    acked: list[int] = []
+    async with make_server(bind=f"ipc://{tmp_path}/s", world_size=1, on_ack=acked.append) as server:
+        for step in (1, 2, 3):
+            server.offer(make_batch(step))
+        server.finish("max_steps")
+        told = await run_script(python, "torch_trainer.py", server.address)
+    assert acked == [1, 2, 3]
+    assert told["finished"] == "max_steps"
+    assert told["workers_refused"]
+    for step in (1, 2, 3):
+        batch = decode_batch([bytearray(frame) for frame in encode_batch(make_batch(step), 0, 1)])
+        sampled = sum(int(sequence.mask[1:].sum()) for sequence in batch.sequences)
+        padded = [item for item in told["seen"] if item[0] == step and len(item[1]) == 2]
+        packed = [item for item in told["seen"] if item[0] == step and len(item[1]) == 1]
+        assert sum(item[2] for item in padded) == sampled
+        assert [item[2:] for item in packed] == [[sampled, sampled]]
+        assert packed[0][1][0] == -(-len(batch.tokens) // 8) * 8

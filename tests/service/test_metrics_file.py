@@ -1,0 +1,100 @@
+"""`metrics.jsonl` says what the journal says."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator.dispatch.ledger import Ledger
+from orchestrator.dispatch.versions import Versions
+from orchestrator.facts import Facts
+from orchestrator.journal import Journal
+from orchestrator.service.metrics_file import MetricsFile
+from tests.support.journal_groups import make_batch
+from tests.support.journal_opening import open_journal
+from tests.support.waiting import until
+
+
+async def form(journal: Journal, step: int) -> None:
+    """A step's batch, formed and durable."""
+    batch, durable = make_batch(step), asyncio.Event()
+    facts = Facts({"math": 1.0}, ledger=Ledger(), versions=Versions(max_versions=2), now=0.0)
+    for group in batch.groups:
+        journal.record_group(group)
+    record = facts.batch_formed(batch, quarantined=frozenset(), now=1.0)
+    journal.record_batch(batch, durable.set, record=record, states={})
+    await durable.wait()
+
+
+def lines(run_dir: Path) -> list[dict[str, Any]]:
+    path = run_dir / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+async def test_a_step_gets_its_line_when_it_is_acknowledged_with_what_the_trainer_reported(
+    tmp_path: Path,
+) -> None:
+    """Not before; evaluations stand between the steps in the order of their ends."""
+    async with open_journal(tmp_path) as journal, MetricsFile(tmp_path, poll_s=0.01):
+        await form(journal, 1)
+        await form(journal, 2)
+        journal.record_report(1, {"loss": 0.5, "kl": 0.25})
+        journal.record_report(1, {"loss": 0.75})
+        journal.record_acknowledged(1)
+        await until(lambda: len(lines(tmp_path)) == 1)
+        journal.record_eval({"env": "math", "step": 1, "version": 1, "avg@1": 0.5})
+        await until(lambda: len(lines(tmp_path)) == 2)
+        journal.record_acknowledged(2)
+        await until(lambda: len(lines(tmp_path)) == 3)
+    first, evaluation, second = lines(tmp_path)
+    assert (first["kind"], first["step"], first["trainer"]) == ("step", 1, {"loss": 0.75, "kl": 0.25})
+    assert first["at"] <= first["acknowledged_at"]
+    assert (evaluation["kind"], evaluation["avg@1"]) == ("eval", 0.5)
+    assert (second["step"], second["trainer"]) == (2, {})
+    assert second["sequences"] == sum(second["lengths"])
+
+
+async def test_what_came_last_before_the_end_is_in_the_file(tmp_path: Path) -> None:
+    """Leaving reads once more, however long the pause between two looks is."""
+    async with open_journal(tmp_path) as journal, MetricsFile(tmp_path, poll_s=600):
+        await form(journal, 1)
+        journal.record_acknowledged(1)
+        await journal.flush()
+    assert [line["step"] for line in lines(tmp_path)] == [1]
+
+
+async def test_a_later_process_mends_the_file_and_tells_only_what_is_new(tmp_path: Path) -> None:
+    """A torn line, a missing one and foreign text are written over; listeners hear of a line once."""
+    told: list[int] = []
+
+    def listen(line: dict[str, Any]) -> None:
+        told.append(line["step"])
+
+    async with open_journal(tmp_path) as journal:
+        async with MetricsFile(tmp_path, [listen], poll_s=0.01):
+            for step in (1, 2):
+                await form(journal, step)
+                journal.record_acknowledged(step)
+            await until(lambda: told == [1, 2])
+        await form(journal, 3)
+        journal.record_acknowledged(3)
+        await journal.flush()
+        path = tmp_path / "metrics.jsonl"
+        path.write_text(path.read_text() + '{"kind": "ste')
+        async with MetricsFile(tmp_path, [listen], poll_s=0.01):
+            await until(lambda: told == [1, 2, 3])
+    assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3]
+
+
+async def test_a_file_that_cannot_be_written_costs_lines_and_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The journal goes on."""
+    (tmp_path / "metrics.jsonl").mkdir(parents=True)
+    async with open_journal(tmp_path) as journal, MetricsFile(tmp_path, poll_s=0.01):
+        await form(journal, 1)
+        journal.record_acknowledged(1)
+        await journal.flush()
+    assert "metrics_file.failed" in capsys.readouterr().out
