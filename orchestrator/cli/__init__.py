@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def build_parser() -> argparse.ArgumentParser:
     """The parser with every command."""
     # Imported here, so that importing the package for its entry point stays cheap.
-    from orchestrator.cli import env, init, run, simulate, status
+    from orchestrator.cli import bridge, env, init, run, simulate, status
 
     parser = argparse.ArgumentParser(
         prog="orchestrator",
@@ -41,6 +41,6 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for module in (init, run, env, simulate, status):
+    for module in (init, run, env, simulate, status, bridge):
         module.register(commands)
     return parser
