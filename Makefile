@@ -18,7 +18,7 @@ PARALLEL := --numprocesses $(WORKERS) --dist worksteal
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-adapters test-slow crash soak test-vllm coverage release-check adapters check format bench docs lock clean
+.PHONY: help setup run test test-integration test-adapters test-slow crash soak test-vllm coverage release-check adapters check format bench docs lock clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-13s %s\n", $$1, $$2}' Makefile
@@ -29,7 +29,10 @@ run: $(READY) ## run the whole loop on this machine, from the start (configs/qui
 	$(BIN)/orchestrator run configs/quickstart.toml --fresh
 
 test: $(READY) ## run the quick tests, side by side; they need no library but those in .venv
-	$(PYTEST) $(PARALLEL) -m "not slow and not adapters and not vllm" $(TEST_OPTIONS)
+	$(PYTEST) $(PARALLEL) -m "not integration and not slow and not adapters and not vllm" $(TEST_OPTIONS)
+
+test-integration: $(READY) ## run the tests that start whole services, stop them and kill them
+	$(PYTEST) $(PARALLEL) -m "integration and not slow and not adapters and not vllm" $(TEST_OPTIONS)
 
 test-adapters: $(READY) adapters ## run the tests of environments of other libraries (installs 4 GB, once)
 	$(PYTEST) -m "adapters and not vllm" --timeout 600 tests/adapters
@@ -46,9 +49,10 @@ soak: $(READY) ## run the service for an hour and see that it does not grow; SOA
 test-vllm: $(READY) ## run the tests against a real vLLM, which is installed first (3.4 GB)
 	$(PYTEST) -m vllm tests/vllm
 
-coverage: $(READY) ## run the quick tests and show how much of each room they reach, child processes included
+coverage: $(READY) ## run the quick and the integration tests and show how much of each room they reach, child processes included
 	@rm -rf build/coverage && mkdir -p build/coverage
 	$(MAKE) test TEST_OPTIONS="--cov --cov-report= --timeout 240"
+	$(MAKE) test-integration TEST_OPTIONS="--cov --cov-append --cov-report= --timeout 240"
 	@$(BIN)/python .ci/coverage_by_room.py
 
 release-check: ## all that must hold before a release; takes hours, and its log stays in build/

@@ -8,9 +8,8 @@ any other exception that leaves `Environment.rollout` is a failure of kind "erro
 
 import asyncio
 from enum import StrEnum
-from functools import lru_cache
-from urllib.parse import urlsplit, urlunsplit
 
+from envs.addresses import shown_url as shown_url  # beside the messages that show one
 from envs.places import describe, readable_traceback
 
 
@@ -74,13 +73,3 @@ class EnvironmentRaisedError(EnvironmentLoadError):
     def __init__(self, step: str, error: BaseException, package: str = "") -> None:
         super().__init__(f"{step} raised {describe(error, package)}")
         self.traceback = readable_traceback(error, package)
-
-
-@lru_cache(maxsize=256)
-def shown_url(url: str) -> str:
-    """A URL as messages may show it: without credentials and query."""
-    try:
-        parts = urlsplit(url)
-    except ValueError:
-        return url.rpartition("@")[2].partition("?")[0]
-    return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))

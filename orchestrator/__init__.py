@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from orchestrator.archive import RolloutReader
     from orchestrator.config import Config, load_config
     from orchestrator.errors import ConfigError, OrchestratorError
     from orchestrator.service.embedded import EmbeddedRun, running
@@ -21,6 +22,7 @@ __all__ = [
     "ConfigError",
     "EmbeddedRun",
     "OrchestratorError",
+    "RolloutReader",
     "RolloutRow",
     "__version__",
     "load_config",
@@ -33,6 +35,7 @@ _PLACES = {
     "ConfigError": "orchestrator.errors",
     "EmbeddedRun": "orchestrator.service.embedded",
     "OrchestratorError": "orchestrator.errors",
+    "RolloutReader": "orchestrator.archive",
     "RolloutRow": "orchestrator.service.rollouts",
     "load_config": "orchestrator.config",
     "rollouts": "orchestrator.service.rollouts",

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import structlog
@@ -11,6 +12,18 @@ from hypothesis import settings
 # judged by the same examples every time; elsewhere every run looks at new ones.
 settings.register_profile("project", deadline=None, derandomize=bool(os.environ.get("CI")))
 settings.load_profile("project")
+
+
+INTEGRATION = Path(__file__).parent / "integration"
+FIRST_SIGHT = ("test_quickstart.py", "test_service.py")
+"""Files of integration tests that the quick tests have too: a change that breaks everything is seen at once."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What starts whole services is an integration test, without anybody having to say so."""
+    for item in items:
+        if INTEGRATION in item.path.parents and item.path.name not in FIRST_SIGHT:
+            item.add_marker("integration")
 
 
 @pytest.fixture(autouse=True)

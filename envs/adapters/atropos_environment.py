@@ -204,6 +204,8 @@ class HandedIn:
         tokens, masks = group["tokens"][place], group["masks"][place]
         unmasked = [token for token, mask in zip(tokens, masks, strict=True) if mask != -100]
         talk = find(self._left, tokens, self._tokenizer.decode(unmasked, skip_special_tokens=True))
+        if talk is None:  # a reply may hold what this tokenizer takes for special
+            talk = find(self._left, tokens, self._tokenizer.decode(unmasked))
         if talk is not None:
             self._left.remove(talk)
             return talk.sequence, talk

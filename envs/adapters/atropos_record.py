@@ -138,12 +138,11 @@ def _leaves(group: BaseExceptionGroup[RolloutFailure]) -> Iterator[RolloutFailur
 def _fit(talk: Conversation, said: str) -> tuple[int, int]:
     """How well a text fits: all replies, or the last, as they are; within more; cut to a limit. Then by length."""
     whole, last = _squeezed("".join(talk.texts)), _squeezed(talk.texts[-1])
-    if not last:
-        return (0, 0)
-    if said in (whole, last):
+    if said in (whole, last):  # also a reply of nothing
         return (3, len(said))
-    if whole in said or last in said:
-        return (2, len(whole if whole in said else last))
+    for part in filter(None, (whole, last)):
+        if part in said:
+            return (2, len(part))
     return (1, len(said)) if said and (whole.startswith(said) or last.startswith(said)) else (0, 0)
 
 

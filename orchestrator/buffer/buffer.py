@@ -215,6 +215,12 @@ class BatchBuffer(Generic[T]):
             queue.available = available
             self._changed()
 
+    def set_quotas(self, targets: Mapping[str, float]) -> None:
+        """Other targets from now on, where batches follow quotas; what was carried over is forgotten."""
+        if self._quotas is not None:
+            self._quotas.set_targets(targets)
+            self._changed()
+
     def explain(self) -> str:
         """In one sentence, why there is no batch now, or that there is one."""
         envs = list(self._envs.values())

@@ -75,6 +75,10 @@ class Quotas:
     """What each env is due in the next batch, given its target and what earlier batches left over."""
 
     def __init__(self, targets: Mapping[str, float]) -> None:
+        self.set_targets(targets)
+
+    def set_targets(self, targets: Mapping[str, float]) -> None:
+        """From now on these; what was carried over under others is forgotten. ValueError, and no change, if they are none."""
         shares = {}
         for env, target in targets.items():
             value = exact(f'the target of env "{env}"', target)
@@ -86,6 +90,7 @@ class Quotas:
             raise ValueError("quotas need at least one env with a target above 0")
         self.targets = {env: value / total for env, value in shares.items()}
         self.carried = dict.fromkeys(self.targets, Fraction(0))
+        """What each env is owed by earlier batches; below zero, what it had too much."""
 
     def plan(self, batch_size: int, queued: Mapping[str, int], given_up: Collection[str] = ()) -> QuotaPlan:
         """What each env gets of the next batch; an env that has less queued than that gives what it has.

@@ -4,6 +4,8 @@ A user's mistake prints one line on standard error, never a traceback; a traceba
 """
 
 import argparse
+import io
+import os
 import sys
 from collections.abc import Sequence
 
@@ -14,25 +16,34 @@ from orchestrator.views.terminal import plain_lines
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # What the encoding of a terminal lacks is a mark there, not an error.
+            stream.reconfigure(errors="replace")
     parser = build_parser()
     arguments, rest = parser.parse_known_args(argv)
     if rest and not getattr(arguments, "takes_overrides", False):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     arguments.overrides = rest
     try:
-        return int(arguments.run(arguments))
+        code = int(arguments.run(arguments))
     except OrchestratorError as error:
         # The message may quote an environment, a server or its log.
         print(f"orchestrator: {plain_lines(str(error))}", file=sys.stderr)
-        return error.exit_code
+        code = error.exit_code
     except KeyboardInterrupt:
-        return 130
+        code = 130
+    if getattr(arguments, "ends_at_once", False):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser with every command."""
     # Imported here, so that importing the package for its entry point stays cheap.
-    from orchestrator.cli import bridge, env, init, run, simulate, status
+    from orchestrator.cli import bridge, ctl, env, init, rollouts, run, simulate, status, view
 
     parser = argparse.ArgumentParser(
         prog="orchestrator",
@@ -41,6 +52,6 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for module in (init, run, env, simulate, status, bridge):
+    for module in (init, run, env, simulate, status, ctl, rollouts, view, bridge):
         module.register(commands)
     return parser

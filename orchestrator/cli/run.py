@@ -31,7 +31,14 @@ def register(commands: "Commands") -> None:
     run = _add(
         commands, "run", "run until the steps are done; the same command again continues a run", run_command
     )
-    run.add_argument("--fresh", action="store_true", help="start over: an existing journal is moved aside")
+    start = run.add_mutually_exclusive_group()
+    start.add_argument("--fresh", action="store_true", help="start over: an existing journal is moved aside")
+    start.add_argument(
+        "--rewind-to",
+        type=int,
+        metavar="STEP",
+        help="set the run back to a step that the trainer has a checkpoint of: later batches are given up, their tasks asked again",
+    )
     check = _add(commands, "check", "validate a configuration and say what would be started", check_command)
     check.add_argument(
         "--deep",
@@ -81,8 +88,14 @@ def check_command(arguments: argparse.Namespace) -> int:
 
 def run_command(arguments: argparse.Namespace) -> int:
     """Run the service."""
+    from orchestrator.track import any_left_behind
+
     config = load_config(arguments.config, arguments.overrides)
-    return run_loop(lambda: _run(config, fresh=arguments.fresh))
+    try:
+        return run_loop(lambda: _run(config, fresh=arguments.fresh, rewind_to=arguments.rewind_to))
+    finally:
+        # What the library of a tracker that hangs has registered for the end of the process would hang too.
+        arguments.ends_at_once = any_left_behind()
 
 
 def eval_command(arguments: argparse.Namespace) -> int:
@@ -101,7 +114,7 @@ def run_loop(main: Callable[[], Any]) -> int:
         return int(runner.run(main()))
 
 
-async def _run(config: Config, *, fresh: bool) -> int:
+async def _run(config: Config, *, fresh: bool, rewind_to: int | None) -> int:
     import structlog
     from rich.text import Text
 
@@ -110,7 +123,8 @@ async def _run(config: Config, *, fresh: bool) -> int:
     from orchestrator.service.blueprint import verify
     from orchestrator.service.health import calm_garbage_collector
     from orchestrator.service.log_file import note, open_log
-    from orchestrator.views.progress import print_summary, show_progress, show_start
+    from orchestrator.views.progress import show_progress, show_start
+    from orchestrator.views.summary import print_summary
 
     verify(config)  # nothing is written for a configuration that cannot be started
     console, display = _console(config)
@@ -127,7 +141,8 @@ async def _run(config: Config, *, fresh: bool) -> int:
     try:
         async with AsyncExitStack() as stack:
             async with show_start(front.status, console) if display else nullcontext():
-                service = await stack.enter_async_context(start_service(config, fresh=fresh, front=front))
+                starting = start_service(config, fresh=fresh, rewind_to=rewind_to, front=front)
+                service = await stack.enter_async_context(starting)
             signals.attach(service)
             calm_garbage_collector()
             beside = [show_progress(service.status, console)] if display else []

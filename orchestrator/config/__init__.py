@@ -19,6 +19,7 @@ from orchestrator.config.checks import find_problems, find_warnings
 from orchestrator.config.env_sections import DomainConfig, EvalConfig, TrainConfig
 from orchestrator.config.section import Truthless
 from orchestrator.config.sections import (
+    ArchiveConfig,
     BatchConfig,
     DispatchConfig,
     HttpConfig,
@@ -69,6 +70,7 @@ class Config(Truthless, BaseSettings):
     staleness: StalenessConfig = StalenessConfig()
     trainer: TrainerConfig = TrainerConfig()
     journal: JournalConfig = JournalConfig()
+    archive: ArchiveConfig = ArchiveConfig()
     http: HttpConfig = HttpConfig()
     log: LogConfig = LogConfig()
     track: TrackConfig = TrackConfig()

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from fractions import Fraction
 from typing import Any
 
-from envs.addresses import is_loopback
+from envs.addresses import base_url_problem, is_loopback
 from envs.importing import nearest
 from envs.loader import LOADERS
 from orchestrator.config.domains import raw_domain_of, raw_targets
@@ -151,10 +151,8 @@ def _endpoints(data: Mapping[str, Any]) -> Iterator[Problem]:
         yield "inference.base_urls", "[local] starts its own inference server; remove one of the two"
     for position, url in enumerate(urls if isinstance(urls, list) else []):
         where = f"inference.base_urls[{position}]"
-        if isinstance(url, str) and not url.startswith(("http://", "https://")):
-            yield where, f'"{url}" is not an http:// or https:// address'
-        elif isinstance(url, str) and not url.partition("://")[2].rstrip("/").partition("/")[2]:
-            yield where, f'"{url}" ends before its path; did you mean "{url.rstrip("/")}/v1"?'
+        if isinstance(url, str) and (problem := base_url_problem(url)):
+            yield where, problem
 
 
 def _initial_weights(data: Mapping[str, Any]) -> Iterator[Problem]:

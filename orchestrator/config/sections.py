@@ -243,6 +243,21 @@ class JournalConfig(Section):
     """zlib level of payloads; 0 stores them raw."""
 
 
+class ArchiveConfig(Section):
+    """What is kept of the rollouts for people to read: numbers of every group, conversations of a sample."""
+
+    enabled: bool = True
+    """Whether to keep anything; the run itself never reads it."""
+    groups_per_step: Annotated[int, Field(ge=0)] = 3
+    """Groups of each env and step whose conversations are kept, the best and the worst among them."""
+    groups_per_evaluation: Annotated[int, Field(ge=0)] = 16
+    """Tasks of each evaluation whose conversations are kept."""
+    max_bytes: Annotated[int, Field(ge=2**20)] = 2**30
+    """Size of the file; above it conversations of older steps are thinned out, and then the oldest rows go."""
+    max_days: Annotated[float, Field(gt=0)] = 90
+    """Groups that ended longer ago are forgotten."""
+
+
 class HttpConfig(Section):
     """Status, metrics and health over HTTP."""
 
@@ -253,7 +268,7 @@ class HttpConfig(Section):
     port: Annotated[int, Field(ge=0, le=65535)] = 8600
     """Port; 0 picks a free one."""
     token_env: str | None = None
-    """Name of the environment variable that holds the bearer token."""
+    """Name of the environment variable that holds the bearer token; who has it may read the status and change the run."""
 
 
 class LogConfig(Section):

@@ -6,7 +6,7 @@ bound, and only as much of it as is needed: holding it back would be holding eve
 computed from what is, at every call; nothing is remembered that could be left behind. Pure.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from orchestrator.dispatch.ledger import Lane, Ledger
 from orchestrator.dispatch.limits import TokenBucket
@@ -27,15 +27,20 @@ class Admission:
         queue: Queue,
         bound: int,
         closed: Callable[[], Wait | None],
+        held: Callable[[], Collection[str]],
         now: float,
     ) -> None:
-        """`bound`: what may be queued, in the unit of the batch. `closed`: why nothing may be opened."""
+        """`bound`: what may be queued, in the unit of the batch. `closed`: why nothing may be opened.
+
+        `held`: envs that a person has quarantined.
+        """
         self._train = train
         self._pace = pace
         self._ledger = ledger
         self._queue = queue
         self._bound = bound
         self._closed = closed
+        self._held = held
         self._buckets = {
             name: TokenBucket(env.rollouts_per_minute, burst=env.group_size, now=now)
             for name, env in train.items()
@@ -102,7 +107,9 @@ class Admission:
         return cap is None or inflight + count <= cap or inflight == 0
 
     def _limit(self, name: str, now: float) -> Wait | None:
-        """What the env itself has not: a server, room, slots under its cap, its rate."""
+        """What the env itself has not: permission, a server, room, slots under its cap, its rate."""
+        if name in self._held():
+            return Wait(WaitKind.QUARANTINE, "the end of its quarantine by hand")
         rules = self._train[name]
         count = rules.group_size if rules.port.group_scored else 1
         if not rules.port.available:

@@ -10,6 +10,7 @@ class WaitKind(StrEnum):
 
     START = "start"
     DRAIN = "drain"
+    PAUSED = "paused"
     DONE = "done"
     JOURNAL = "journal"
     SLOT = "slot"
@@ -19,6 +20,7 @@ class WaitKind(StrEnum):
     ROOM = "room"
     CAP = "cap"
     RATE = "rate"
+    QUARANTINE = "quarantine"
     TRAINER = "trainer"
     QUEUE = "queue"
     PROBES = "probes"
@@ -37,6 +39,8 @@ class WaitKind(StrEnum):
 
 
 REMEDIES = {
+    WaitKind.PAUSED: "orchestrator ctl RUN_DIR resume",
+    WaitKind.QUARANTINE: "orchestrator ctl RUN_DIR restore ENV",
     WaitKind.JOURNAL: "give run_dir a faster disk, or raise journal.max_backlog_bytes",
     WaitKind.SLOT: "raise dispatch.max_inflight if the inference servers have room",
     WaitKind.ENDPOINT: "start the inference server, or correct inference.base_urls",

@@ -54,6 +54,8 @@ class EnvStatus(msgspec.Struct):
     """Mean reward of all rollouts in each of the last steps, oldest first."""
     last: EnvStep | None = None
     """The env in the last step: lengths, latencies, metrics."""
+    held: str = ""
+    """Since when a person has quarantined it, and who; empty where nobody has."""
 
 
 class DomainStatus(msgspec.Struct):
@@ -149,6 +151,8 @@ class Status(msgspec.Struct):
     disk_free_bytes: int | None = None
     """Of the disk that has the run directory, as far as it is known."""
     trackers: list[TrackerStatus] = []
+    changes: list[str] = []
+    """How the run differs from its configuration, because a person has changed it."""
 
 
 def status_without_run(

@@ -32,6 +32,9 @@ class ConcurrencyController(Protocol):
     def reset(self) -> None:
         """The engine was restarted: its counters begin again."""
 
+    def resize(self, low: int, high: int) -> None:
+        """Other bounds from now on."""
+
 
 @dataclass(frozen=True, slots=True)
 class FixedConcurrency:
@@ -42,9 +45,13 @@ class FixedConcurrency:
     def __post_init__(self) -> None:
         _check_bounds(1, self.max_inflight)
 
+    def bounds(self, endpoints: int) -> list[tuple[int, int]]:
+        """The least and the most for each endpoint."""
+        return [(share, share) for share in _shares(self.max_inflight, endpoints)]
+
     def controllers(self, endpoints: int) -> list[ConcurrencyController]:
         """One controller per endpoint."""
-        return [FixedController(share) for share in _shares(self.max_inflight, endpoints)]
+        return [FixedController(share) for share, _ in self.bounds(endpoints)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,14 +80,17 @@ class AdaptiveConcurrency:
                 f"got {self.grow_below} and {self.trim_above}"
             )
 
+    def bounds(self, endpoints: int) -> list[tuple[int, int]]:
+        """The least and the most for each endpoint."""
+        lows, highs = _shares(self.min_inflight, endpoints), _shares(self.max_inflight, endpoints)
+        return list(zip(lows, highs, strict=True))
+
     def controllers(self, endpoints: int) -> list[ConcurrencyController]:
         """One controller per endpoint."""
-        lows = _shares(self.min_inflight, endpoints)
-        highs = _shares(self.max_inflight, endpoints)
         starts = _shares(self.start_inflight or self.min_inflight, endpoints)
         return [
             AdaptiveController(self, low=low, high=high, start=start)
-            for low, high, start in zip(lows, highs, starts, strict=True)
+            for (low, high), start in zip(self.bounds(endpoints), starts, strict=True)
         ]
 
 
@@ -99,6 +109,9 @@ class FixedController:
 
     def reset(self) -> None:
         """Nothing to forget."""
+
+    def resize(self, low: int, high: int) -> None:
+        self._limit = high
 
 
 _GROW_FAST = 0.5
@@ -137,6 +150,11 @@ class AdaptiveController:
         """The engine was restarted: counters begin again, the level it can carry is still the best guess."""
         self._preemptions = None
         self._queued = 0
+
+    def resize(self, low: int, high: int) -> None:
+        """The limit stays where it is, as far as the new bounds allow."""
+        self.low, self.high = low, high
+        self._set(self._limit)
 
     def observe(self, metrics: EngineMetrics | None, *, inflight: int, now: float) -> None:
         """Take one reading and move the limit at most one step."""

@@ -3,7 +3,8 @@
 `error` is why the endpoint is out of service now, or what its last check complained about; it is empty while
 all is well. `version` and `version_newest` bound the weights that the engine may sample with at this moment;
 they differ only while an update is under way or after one that failed. A rollout's span of versions is
-`version` when it was dispatched and `version_newest` when it ended.
+`version` when it was dispatched and `version_newest` when it ended. One that is `leaving` stays in service for the
+rollouts that it has, and gets no others.
 """
 
 import asyncio
@@ -46,6 +47,7 @@ class Endpoint:
     updating: bool = False
     metrics: EngineMetrics | None = None
     losses: int = 0
+    leaving: bool = False
 
     # The pool's own bookkeeping.
     serial: int | None = field(default=None, repr=False)
@@ -68,7 +70,7 @@ class Endpoint:
     @property
     def healthy(self) -> bool:
         """Whether it gets work."""
-        return self.state is EndpointState.READY
+        return self.state is EndpointState.READY and not self.leaving
 
     def forget_weights(self) -> None:
         """Nobody knows any more which weights the engine has: it must load the target before it gets work."""

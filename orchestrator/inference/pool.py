@@ -13,25 +13,30 @@ import asyncio
 import os
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
 import aiohttp
 import structlog
 
+from envs.addresses import base_url_problem, shown_url
 from orchestrator.errors import ConfigError
 from orchestrator.inference import startup
 from orchestrator.inference.broadcast import Broadcast, UpdateReport
 from orchestrator.inference.concurrency import AdaptiveConcurrency, FixedConcurrency
-from orchestrator.inference.endpoint import IN_SERVICE, Endpoint
+from orchestrator.inference.endpoint import IN_SERVICE, Endpoint, build_endpoint
 from orchestrator.inference.engine import EngineApi
-from orchestrator.inference.roster import Roster
+from orchestrator.inference.roster import Roster, describe_errors
 from orchestrator.inference.sampling import SamplingCheck
 from orchestrator.inference.sync import Beginning, Weights, WeightSync
 from orchestrator.inference.watch import EndpointWatch, HealthPolicy
 from orchestrator.inference.weights import WeightUpdate, WeightUpdateError
 
 log = structlog.get_logger(__name__)
+
+MOST_ENDPOINTS = 1024
+"""Each is watched by a task of its own."""
 
 
 class InferencePool(Roster):
@@ -66,6 +71,7 @@ class InferencePool(Roster):
         self._model = model
         self._sampling = sampling
         self._headers = _headers(api_key_env)
+        self._concurrency = concurrency
         self._controllers = dict(
             zip(self.endpoints, concurrency.controllers(len(self.endpoints)), strict=True)
         )
@@ -85,6 +91,8 @@ class InferencePool(Roster):
         self._straggler_grace_s = straggler_grace_s
         self._session: aiohttp.ClientSession | None = None
         self._watches: dict[Endpoint, EndpointWatch] = {}
+        self._watching: asyncio.TaskGroup | None = None
+        self._tasks: dict[Endpoint, asyncio.Task[None]] = {}
         for endpoint, controller in self._controllers.items():
             endpoint.limit = controller.limit
             endpoint.version = endpoint.version_newest = version
@@ -93,25 +101,28 @@ class InferencePool(Roster):
         # No connection is kept: calls are rare, and one that an engine closed a moment ago would fail the next call.
         connector = aiohttp.TCPConnector(force_close=True, limit=0)
         self._session = aiohttp.ClientSession(connector=connector, headers=self._headers)
-        for endpoint, controller in self._controllers.items():
-            api = EngineApi(
-                url=endpoint.url,
-                root=endpoint.root,
-                session=self._session,
-                check_timeout_s=self._policy.check_timeout_s,
-            )
-            self._watches[endpoint] = EndpointWatch(
-                endpoint=endpoint,
-                api=api,
-                controller=controller,
-                sync=self._sync,
-                roster=self,
-                policy=self._policy,
-                model=self._model,
-                sampling=self._sampling,
-                clock=self.clock,
-            )
+        for endpoint in self.endpoints:
+            self._watches[endpoint] = self._build_watch(endpoint, self._session)
         return self
+
+    def _build_watch(self, endpoint: Endpoint, session: aiohttp.ClientSession) -> EndpointWatch:
+        api = EngineApi(
+            url=endpoint.url,
+            root=endpoint.root,
+            session=session,
+            check_timeout_s=self._policy.check_timeout_s,
+        )
+        return EndpointWatch(
+            endpoint=endpoint,
+            api=api,
+            controller=self._controllers[endpoint],
+            sync=self._sync,
+            roster=self,
+            policy=self._policy,
+            model=self._model,
+            sampling=self._sampling,
+            clock=self.clock,
+        )
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -173,9 +184,18 @@ class InferencePool(Roster):
 
     async def run(self) -> None:
         """Watch every endpoint until cancelled."""
-        async with asyncio.TaskGroup() as group:
-            for endpoint in self.endpoints:
-                group.create_task(self._watches[endpoint].run(), name=f"watch {endpoint.url}")
+        try:
+            async with asyncio.TaskGroup() as group:
+                self._watching = group
+                for endpoint in self.endpoints:
+                    self._watch(endpoint)
+        finally:
+            self._watching = None
+
+    def _watch(self, endpoint: Endpoint) -> None:
+        if self._watching is not None:
+            watch = self._watches[endpoint].run()
+            self._tasks[endpoint] = self._watching.create_task(watch, name=f"watch {endpoint.url}")
 
     async def check_version(self, version: int, path: str | None) -> None:
         """Look at published weights before anything relies on them; WeightUpdateError if they cannot be loaded."""
@@ -195,7 +215,7 @@ class InferencePool(Roster):
         broadcast = Broadcast(
             weights=weights,
             endpoints=[endpoint for endpoint in self.endpoints if endpoint.state in IN_SERVICE],
-            watches=self._watches,
+            watches=dict(self._watches),
             sync=self._sync,
             roster=self,
             straggler_grace_s=self._straggler_grace_s,
@@ -220,6 +240,84 @@ class InferencePool(Roster):
             seconds=round(report.seconds, 3),
         )
         return report
+
+    # What is changed while a run goes on. Each refusal is asked for first, and nothing happens in between.
+
+    def refuse_max_inflight(self, value: int) -> str:
+        """Why so many rollouts in flight cannot be had; empty if they can."""
+        try:
+            replace(self._concurrency, max_inflight=value)
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    def set_max_inflight(self, value: int) -> None:
+        """So many rollouts over all endpoints from now on; what is above it ends."""
+        self._concurrency = replace(self._concurrency, max_inflight=value)
+        self._share_out()
+
+    def refuse_add(self, url: str) -> str:
+        """Why there can be no further endpoint at an address; empty if there can."""
+        if problem := base_url_problem(url):
+            return problem
+        if (endpoint := self._find(url)) is not None and not endpoint.leaving:
+            return f"{endpoint.name} is one of the inference servers already"
+        if len(self.endpoints) >= MOST_ENDPOINTS:
+            return f"there are {len(self.endpoints)} inference servers already"
+        return ""
+
+    def add_endpoint(self, url: str) -> None:
+        """Watch a further endpoint: it enters service when it answers, fits and has the newest weights."""
+        endpoint = self._find(url)
+        if endpoint is not None:  # it was about to leave
+            endpoint.leaving, endpoint.error = False, ""
+        else:
+            assert self._session is not None
+            endpoint = build_endpoint(url, now=self.clock())
+            endpoint.version = endpoint.version_newest = self._sync.loaded.version
+            self.endpoints.append(endpoint)
+            self._controllers[endpoint] = self._concurrency.controllers(len(self.endpoints))[-1]
+            self._watches[endpoint] = self._build_watch(endpoint, self._session)
+            self._watch(endpoint)
+        self._share_out()
+
+    def refuse_remove(self, url: str) -> str:
+        """Why an endpoint cannot be removed; empty if it can."""
+        staying = [endpoint for endpoint in self.endpoints if not endpoint.leaving]
+        endpoint = self._find(url)
+        if endpoint is None or endpoint.leaving:
+            there = ", ".join(endpoint.name for endpoint in staying)
+            return f"there is no inference server {shown_url(url)}; there are: {there}"
+        if len(staying) == 1:
+            return f"{endpoint.name} is the last inference server; add another one first, or pause the run"
+        if endpoint.healthy and len(self.ready) == 1:
+            others = describe_errors([other for other in staying if other is not endpoint])
+            return f"{endpoint.name} is the only inference server in service ({others})"
+        return ""
+
+    def remove_endpoint(self, url: str) -> None:
+        """Give an endpoint no new work, and forget it when what it has has ended."""
+        endpoint = self._find(url)
+        assert endpoint is not None
+        self.leave(endpoint)
+        self._share_out()
+
+    def _find(self, url: str) -> Endpoint | None:
+        return next((endpoint for endpoint in self.endpoints if endpoint.url == url), None)
+
+    def _share_out(self) -> None:
+        """Divide what may be in flight anew among the endpoints that stay."""
+        staying = [endpoint for endpoint in self.endpoints if not endpoint.leaving]
+        for endpoint, (low, high) in zip(staying, self._concurrency.bounds(len(staying)), strict=True):
+            controller = self._controllers[endpoint]
+            controller.resize(low, high)
+            endpoint.limit = controller.limit
+        self._recount()
+
+    def _forget(self, endpoint: Endpoint) -> None:
+        del self._controllers[endpoint], self._watches[endpoint]
+        if (task := self._tasks.pop(endpoint, None)) is not None:
+            task.cancel()
 
     def _retry_now(self) -> None:
         """The target changed: whoever is out of service may be able to load this one."""

@@ -2,8 +2,8 @@
 
 Nothing here waits or speaks to anybody. Watches and weight updates ask for the transitions (`enter`, `suspect`,
 `lose`, `set_limit`), the dispatcher acquires and releases and says how rollouts went. Invariants: an endpoint gets
-work only while it is READY; `inflight` counts what was acquired and not released, lost endpoints included;
-`limit` is the sum over the endpoints that get work, 0 without any.
+work only while it is READY and not leaving; `inflight` counts what was acquired and not released, lost endpoints
+included; `limit` is the sum over the endpoints that get work, 0 without any. One that leaves is gone with its last rollout.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,7 +32,7 @@ class Roster:
             raise ConfigError("inference.base_urls is empty; name at least one inference server")
         if len({url.rstrip("/") for url in base_urls}) != len(base_urls):
             raise ConfigError(f"inference.base_urls names a server twice: {', '.join(base_urls)}")
-        self.endpoints = tuple(build_endpoint(url, now=clock()) for url in base_urls)
+        self.endpoints = [build_endpoint(url, now=clock()) for url in base_urls]
         self.inflight = 0
         self.limit = 0
         self.ready: Sequence[Endpoint] = []
@@ -85,6 +85,8 @@ class Roster:
             raise ValueError(f"{endpoint.name}: {n} released, but only {endpoint.inflight} in flight")
         endpoint.inflight -= n
         self.inflight -= n
+        if endpoint.leaving:
+            self._part_with(endpoint)
 
     def note_success(self, endpoint: Endpoint) -> None:
         """A rollout on the endpoint completed: it makes progress."""
@@ -145,6 +147,24 @@ class Roster:
         log.warning("endpoint.lost", endpoint=endpoint.name, reason=reason, inflight=endpoint.inflight)
         self.on_lost(endpoint)
         self._recount()
+
+    def leave(self, endpoint: Endpoint) -> None:
+        """The endpoint gets no new work, and is gone when what it has in flight has ended, however."""
+        endpoint.leaving = True
+        endpoint.error = "it was removed: rollouts on it end, it gets no new ones"
+        self._part_with(endpoint)
+        self._recount()
+
+    def _part_with(self, endpoint: Endpoint) -> None:
+        """Forget an endpoint that leaves, once nothing is in flight on it."""
+        if endpoint.inflight == 0 and endpoint in self.endpoints:
+            self.endpoints.remove(endpoint)
+            endpoint.state = EndpointState.LOST
+            log.info("endpoint.removed", endpoint=endpoint.name)
+            self._forget(endpoint)
+
+    def _forget(self, endpoint: Endpoint) -> None:
+        """An endpoint is gone for good."""
 
     def _take_out(self, endpoint: Endpoint, state: EndpointState, reason: str) -> None:
         endpoint.state = state

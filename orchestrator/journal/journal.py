@@ -1,6 +1,7 @@
 """The journal of a run: what is recorded survives the death of the process and, where it was served, of the machine.
 
-Recorded are finished groups, resolved task positions, formed batches, acknowledgements, states, evaluations.
+Recorded are finished groups, resolved task positions, formed batches, acknowledgements, states, evaluations, and
+what people change.
 Hand-outs are not: a position that is neither resolved nor held by a queued group is asked again after a restart. A
 position is resolved when its group is in a batch, or when it ends without one. Invariants:
 
@@ -31,6 +32,7 @@ from orchestrator.journal.directory import lock_run_dir, move_aside
 from orchestrator.journal.identity import RunIdentity, identity_from_meta, identity_to_meta
 from orchestrator.journal.payloads import SEGMENT_BYTES
 from orchestrator.journal.reader import JournalReader, Recovered
+from orchestrator.journal.rewinding import Rewound, rewind
 from orchestrator.journal.store import JournalStore
 from orchestrator.journal.writer import JournalWriter
 
@@ -50,6 +52,7 @@ class Journal:
         *,
         meta: dict[str, str],
         moved_aside: Path | None,
+        rewound: Rewound | None,
     ) -> None:
         self._run_dir = run_dir
         self._lock = lock
@@ -59,6 +62,7 @@ class Journal:
         self._closed = False
         self.meta = meta
         self.moved_aside = moved_aside
+        self.rewound = rewound
         self.on_room: Callable[[], None] = lambda: None
         """Called on the event loop when the journal was `full` and is not any more."""
 
@@ -74,12 +78,15 @@ class Journal:
         compress: int,
         fsync: bool,
         fresh: bool = False,
+        rewind_to: int | None = None,
+        find_flaw: Callable[[str], str] = lambda path: "",
         on_error: Callable[[JournalError], None] | None = None,
         loop: asyncio.AbstractEventLoop | None = None,
     ) -> Self:
         """Open or create the journal of a run directory and lock it; raises JournalError when it is not to be trusted.
 
-        `fresh` moves an existing journal aside (`moved_aside` says where to). `on_error` is called once, on the loop,
+        `fresh` moves an existing journal aside (`moved_aside` says where to), `rewind_to` sets it back to a step (`rewound`) whose weights
+        `find_flaw` finds nothing wrong with. `on_error` is called once, on the loop,
         when a write fails. `compress` is a zlib level, 0 for none. `loop` is needed off the event loop's thread.
         """
         loop = loop or asyncio.get_running_loop()
@@ -87,6 +94,11 @@ class Journal:
             lock = undo.enter_context(lock_run_dir(run_dir))
             try:
                 moved = move_aside(run_dir) if fresh else None
+                rewound = (
+                    None
+                    if rewind_to is None
+                    else rewind(run_dir, rewind_to, fsync=fsync, find_flaw=find_flaw)
+                )
                 store = JournalStore(
                     run_dir,
                     keep_batches=keep_batches,
@@ -121,7 +133,7 @@ class Journal:
             commit_bytes=commit_bytes,
             max_backlog_bytes=max_backlog_bytes,
         )
-        journal = cls(run_dir, lock, store, writer, meta=meta, moved_aside=moved)
+        journal = cls(run_dir, lock, store, writer, meta=meta, moved_aside=moved, rewound=rewound)
         holder.append(journal)
         return journal
 
@@ -227,6 +239,11 @@ class Journal:
         """The result of an evaluation; `env`, `step` and `version` become columns."""
         encoded = json.dumps(data)
         self._writer.add(lambda store: store.add_eval(data, encoded), len(encoded) + _ROW_BYTES)
+
+    def record_control(self, at: float, origin: str, command: Mapping[str, Any]) -> None:
+        """A person has changed the run while it goes on."""
+        encoded = json.dumps(command)
+        self._writer.add(lambda store: store.add_control(at, origin, encoded), len(encoded) + _ROW_BYTES)
 
     def set_meta(self, key: str, value: str) -> None:
         """Note something about the run that does not change as it goes on."""

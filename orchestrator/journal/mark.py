@@ -33,6 +33,8 @@ class Mark:
     acknowledged: int
     generation: int
     database: str | None
+    rewinds: int = 0
+    """How often the run was set back; marks of earlier revisions do not say."""
 
     def encode(self) -> bytes:
         fields = asdict(self)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import structlog
 
+from orchestrator.journal.reopening import reopen
 from orchestrator.journal.rows import batch_checksum, group_checksum
 from orchestrator.journal.schema import SCHEMA_VERSION
 
@@ -51,28 +52,13 @@ def migrate(path: Path, connection: sqlite3.Connection, version: int) -> None:
 def _resolve_in_batches(connection: sqlite3.Connection) -> None:
     """1 to 2: a queued group's position is not resolved yet, and rows have a checksum.
 
-    A position whose first part went into a batch stays resolved. Where the low-water mark has passed a position
-    that is open again, it is lowered to it, and every other position in between gets a row.
+    A position whose first part went into a batch stays resolved.
     """
     connection.execute(
         "CREATE TEMP TABLE reopened AS SELECT env, position FROM groups"
         " GROUP BY env, position HAVING max(step) IS NULL AND min(part) = 0"
     )
-    connection.execute("CREATE UNIQUE INDEX temp.reopened_positions ON reopened (env, position)")
-    connection.execute("DELETE FROM resolved WHERE (env, position) IN (SELECT env, position FROM reopened)")
-    for env, low, old in connection.execute(
-        "SELECT env, min(reopened.position), low_water.position FROM reopened JOIN low_water USING (env)"
-        " GROUP BY env HAVING min(reopened.position) < low_water.position"
-    ).fetchall():
-        # One row at a time goes through the queue of a recursive query, however wide the span is.
-        connection.execute(
-            "WITH RECURSIVE span (position) AS (SELECT ?2 UNION ALL SELECT position + 1 FROM span WHERE position + 1 < ?3)"
-            " INSERT OR IGNORE INTO resolved SELECT ?1, position, 'unknown' FROM span"
-            " WHERE NOT EXISTS (SELECT 1 FROM reopened WHERE env = ?1 AND reopened.position = span.position)",
-            (env, low, old),
-        )
-        connection.execute("UPDATE low_water SET position = ? WHERE env = ?", (low, env))
-    connection.execute("DROP TABLE reopened")
+    reopen(connection)
     connection.execute("ALTER TABLE groups ADD COLUMN row_checksum INTEGER NOT NULL DEFAULT 0")
     connection.execute("ALTER TABLE batches ADD COLUMN row_checksum INTEGER NOT NULL DEFAULT 0")
     connection.execute("INSERT OR IGNORE INTO meta VALUES ('run_id', ?)", (uuid.uuid4().hex,))
@@ -90,6 +76,7 @@ def _resolve_in_batches(connection: sqlite3.Connection) -> None:
 
 def _add_details(connection: sqlite3.Connection) -> None:
     """2 to 3: groups know the digest of their task, and facts about single sequences; those that are there have none.
+    What people changed while a run went on has a table.
 
     Batches have the record of their step, their tasks and the states that held with them; published versions and what a
     trainer reports have tables.
@@ -104,6 +91,10 @@ def _add_details(connection: sqlite3.Connection) -> None:
         "CREATE TABLE versions (version INTEGER PRIMARY KEY, step INTEGER NOT NULL, path TEXT, at REAL NOT NULL)"
     )
     connection.execute("CREATE TABLE reports (step INTEGER PRIMARY KEY, data TEXT NOT NULL)")
+    connection.execute(
+        "CREATE TABLE control (id INTEGER PRIMARY KEY AUTOINCREMENT,"
+        " at REAL NOT NULL, origin TEXT NOT NULL, command TEXT NOT NULL)"
+    )
     connection.create_function("group_checksum", -1, lambda *row: group_checksum(row), deterministic=True)
     connection.execute(
         f"UPDATE groups SET row_checksum = group_checksum({_IDENTITY_3})"  # noqa: S608 # names of columns

@@ -38,6 +38,8 @@ class Found:
     step: int = 0
     acknowledged: int = 0
     generation: int = 0
+    rewinds: int = 0
+    rewound_segment: int = 0
 
 
 class Beside:
@@ -52,9 +54,7 @@ class Beside:
         payloads = directory / PAYLOADS
         self.segments = sorted(segments_in(payloads))
         headers = ((number, SegmentHeader.read(segment_path(payloads, number))) for number in self.segments)
-        self.headers = {
-            f"{PAYLOADS}/{number:08d}.bin": header for number, header in headers if header is not None
-        }
+        self.headers = {number: header for number, header in headers if header is not None}
 
     def close(self) -> None:
         if self.file is not None:
@@ -123,10 +123,11 @@ def _ends(connection: sqlite3.Connection, version: int) -> Found:
     step, acknowledged = connection.execute(
         "SELECT coalesce(max(step), 0), coalesce(max(step) FILTER (WHERE acknowledged_at IS NOT NULL), 0) FROM batches"
     ).fetchone()
-    meta = dict(connection.execute("SELECT key, value FROM meta WHERE key IN ('run_id', 'generation')"))
+    meta = dict(connection.execute("SELECT key, value FROM meta"))
     if "run_id" not in meta and version > 1:
         raise sqlite3.DatabaseError("it does not name its run")
-    return Found(version, meta.get("run_id"), int(step), int(acknowledged), int(meta.get("generation", 0)))
+    numbers = (int(meta.get(key, 0)) for key in ("generation", "rewinds", "rewound_segment"))
+    return Found(version, meta.get("run_id"), int(step), int(acknowledged), *numbers)
 
 
 def _check_present(beside: Beside, found: Found) -> None:
@@ -139,7 +140,9 @@ def _check_present(beside: Beside, found: Found) -> None:
 
 def _check_run(beside: Beside, found: Found) -> None:
     others = {} if beside.mark is None else {MARK: beside.mark.run_id}
-    others.update((name, header.run_id) for name, header in beside.headers.items())
+    others.update(
+        (f"{PAYLOADS}/{number:08d}.bin", header.run_id) for number, header in beside.headers.items()
+    )
     for name, run_id in others.items():
         if found.run_id is not None and run_id != found.run_id:
             raise JournalError(
@@ -151,11 +154,16 @@ def _check_run(beside: Beside, found: Found) -> None:
 def _check_steps(beside: Beside, found: Found) -> None:
     """Nobody may be given other bytes for a step that was served."""
     mark = beside.mark
-    begun = max((header.step for header in beside.headers.values()), default=0)
+    begun = max(
+        (header.step for number, header in beside.headers.items() if number > found.rewound_segment),
+        default=0,
+    )
     served = begun if mark is None else max(begun, mark.step)
     cause = f"the file was replaced by an older copy, or cut; {REMEDY}"
     if found.step < served:
         raise JournalError(f"{beside.path}: ends at step {found.step}, but step {served} was served; {cause}")
+    if mark is not None and found.rewinds < mark.rewinds:
+        raise JournalError(f"{beside.path}: is from before the run was set back; {cause}")
     if mark is not None and found.acknowledged < mark.acknowledged:
         raise JournalError(
             f"{beside.path}: was acknowledged up to step {found.acknowledged}, "
@@ -185,7 +193,13 @@ def _begin(
     generation = 1 + max(found.generation, old.generation)
     set_generation(connection, generation, fsync=fsync)
     (run_id,) = connection.execute("SELECT value FROM meta WHERE key = 'run_id'").fetchone()
-    mark.write_digest(run_id=run_id, step=found.step, acknowledged=found.acknowledged, generation=generation)
+    mark.write_digest(
+        run_id=run_id,
+        step=found.step,
+        acknowledged=found.acknowledged,
+        generation=generation,
+        rewinds=found.rewinds,
+    )
     if fsync:
         sync_file(beside.directory)
     return mark

@@ -7,7 +7,7 @@ is returned is what was recorded: a queued group that cannot be read, or whose r
 
 import json
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -209,12 +209,18 @@ class JournalReader:
         )
         return [{**self._json(data), "at": at} for data, at in rows][::-1]
 
+    def controls(self) -> list[dict[str, Any]]:
+        """What people changed while the run went on, oldest first: when, from where, and the command."""
+        rows = self._rows("SELECT at, origin, command FROM control ORDER BY id")
+        return [{"at": at, "origin": origin, "command": self._json(text)} for at, origin, text in rows]
+
     def group_rows(
         self,
         *,
         env: str | None = None,
         step: int | None = None,
         queued: bool = False,
+        ids: Sequence[str] | None = None,
     ) -> Iterator[GroupRow]:
         """Recorded groups that still have their payload, without reading it."""
         conditions, arguments = ["1"], list[object]()
@@ -226,6 +232,9 @@ class JournalReader:
             arguments.append(step)
         if queued:
             conditions.append("step IS NULL")
+        if ids is not None:
+            conditions.append(f"id IN ({', '.join('?' * len(ids))})")
+            arguments += ids
         order = "step, slot, seq" if step is not None else "seq"
         # Only the fixed texts above are joined; values are bound.
         query = f"SELECT {GroupRow.COLUMNS} FROM groups WHERE {' AND '.join(conditions)} ORDER BY {order}"  # noqa: S608

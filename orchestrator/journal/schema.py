@@ -106,6 +106,13 @@ CREATE TABLE evals (
     at REAL NOT NULL,
     data TEXT NOT NULL
 );
+
+CREATE TABLE control (
+    id INTEGER PRIMARY KEY AUTOINCREMENT,
+    at REAL NOT NULL,
+    origin TEXT NOT NULL,
+    command TEXT NOT NULL
+);
 """
 
 

@@ -234,6 +234,11 @@ class JournalStore:
             (data.get("env"), data.get("step"), data.get("version"), self._now, encoded),
         )
 
+    def add_control(self, at: float, origin: str, command: str) -> None:
+        self._connection.execute(
+            "INSERT INTO control (at, origin, command) VALUES (?, ?, ?)", (at, origin, command)
+        )
+
     def commit(self, *, sync: bool) -> None:
         """End the transaction; see the module's docstring for what `sync` promises."""
         self._payloads.write()

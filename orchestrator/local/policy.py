@@ -199,3 +199,15 @@ def _prior() -> Float32s:
     prior[encode("abcdefghijklmnopqrstuvwxyz0123456789")] = 0.0
     prior[END] = 2.5
     return prior
+
+
+def find_policy_flaw(path: str) -> str:
+    """Why no policy can be loaded from a path; empty if one is there."""
+    try:
+        folder = Path(path)
+        there = (folder / WEIGHTS_FILE if folder.is_dir() else folder).is_file()
+    except ValueError:  # a name that no file can have
+        there = False
+    return (
+        "" if there else f"there is no {WEIGHTS_FILE} in {path!r}, which the policy server of [local] loads"
+    )

@@ -71,6 +71,10 @@ class Adaptive(PickShares):
                 self._accepted[index] = delivered * target / share if share else 0.0
         self._weights = None
 
+    def set_weights(self, weights: Sequence[float]) -> None:
+        super().set_weights(weights)
+        self._forget_accepted()
+
     def state_dict(self) -> dict[str, Any]:
         return {
             **super().state_dict(),
@@ -84,12 +88,17 @@ class Adaptive(PickShares):
         restore_rng(self.rng, state["rng"])
         self._accepted = [state["accepted"].get(name, 0.0) for name in self.env_names]
         self._seen = state["seen"]
-        if notes:  # counts under other targets say nothing about these
-            self._accepted = [0.0] * len(self.env_names)
-            self._seen = 0
+        if notes:
+            self._forget_accepted()
             notes.append("the counts of accepted rollouts start again")
         self._weights = None
         return notes
+
+    def _forget_accepted(self) -> None:
+        """Counts under other targets say nothing about these."""
+        self._accepted = [0.0] * len(self.env_names)
+        self._seen = 0
+        self._weights = None
 
     def _corrected(self) -> list[float]:
         counts = [

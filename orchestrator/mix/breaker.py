@@ -3,14 +3,15 @@
 An env whose recent acceptance falls below `trip` is quarantined: the others' targets are renormalised, its debt
 is forgotten, and it only gets probes (at most `probe` of the picks and of the rollouts in flight, never more
 than its share). Above `restore` it returns. The breaker is itself an `EnvMixStrategy`, so callers see one.
+An env can be put into quarantine by hand (`hold`): then it gets no probes, and returns by hand alone (`release`).
 
-Invariants: a quarantined env has at least one probe in flight or is due for one, so it always finds its way
-back; every change of state is reported once by `drain_transitions`; a report about an env that is not in the
-mix changes nothing but `unknown`. What to do when every env is quarantined is the caller's decision, on
-`all_quarantined_for`.
+Invariants: an env that the breaker quarantined has at least one probe in flight or is due for one, so it always finds
+its way back; every change of state that the breaker makes is reported once by `drain_transitions`; a report about an
+env that is not in the mix changes nothing but `unknown`. What to do when every env is quarantined is the caller's
+decision, on `all_quarantined_for`.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -65,6 +66,8 @@ class EnvNumbers:
     """Seconds in flight per finished rollout, whole run."""
     owed: float
     quarantined: bool
+    held: bool
+    """Quarantined by hand."""
 
 
 class _Account:
@@ -122,18 +125,36 @@ class CircuitBreaker(EnvMixStrategy):
         self.strategy = strategy
         self._asked = Foreign(strategy) if is_foreign(strategy) else strategy
         self.quarantined: frozenset[str] = frozenset()
+        """Envs that are left out, by the breaker or by hand."""
+        self.held: frozenset[str] = frozenset()
+        """Those of them that a person put there."""
+        self._tripped: frozenset[str] = frozenset()
         self._trip, self._restore, self._probe = trip, restore, probe
         self._keep = 1.0 - 1.0 / window
         self._accounts = {name: _Account() for name in self.env_names}
-        self._mixed = [n for n, share in zip(self.env_names, self.configured, strict=True) if share > 0]
-        self._healthy = frozenset(self._mixed)
+        self._healthy = frozenset(self.mixed)
         self._transitions: list[Transition] = []
         self._inflight = 0
         self._peak = 0
         self._all_since: float | None = None
 
+    @property
+    def mixed(self) -> list[str]:
+        """Envs that have a share."""
+        return [name for name, share in zip(self.env_names, self.configured, strict=True) if share > 0]
+
+    def hold(self, env: str) -> None:
+        """Leave an env out without probes until it is released; one that has a share must be left."""
+        self._leave_out(held=self.held | {env})
+
+    def release(self, env: str) -> None:
+        """Take an env back, whoever left it out; it is judged anew."""
+        account = self._accounts[env]
+        account.all = account.good = account.credit = 0.0
+        self._leave_out(held=self.held - {env}, tripped=self._tripped - {env})
+
     def pick(self, eligible: Collection[str] | None = None) -> str:
-        """The env of the next task. Always one of `eligible`, even if nothing but quarantined envs is left."""
+        """The env of the next task: one of `eligible`, even if nothing is left but envs that the breaker quarantined."""
         if not self.quarantined:
             return self._asked.pick(eligible)
         return self.try_pick(eligible) or self._least_probed(eligible)
@@ -230,6 +251,7 @@ class CircuitBreaker(EnvMixStrategy):
                 mean_latency_s=account.area / finished if finished else 0.0,
                 owed=self._asked.owed(name),
                 quarantined=name in self.quarantined,
+                held=name in self.held,
             )
         return found
 
@@ -249,9 +271,18 @@ class CircuitBreaker(EnvMixStrategy):
     def owed(self, env: str) -> float:
         return self._asked.owed(env)
 
+    def begin_anew(self, now: float) -> None:
+        """Nothing was tried for a while: for how long every env has been in quarantine is counted from now on."""
+        self._all_since = now if not self._healthy else None
+
     def set_active(self, active: Collection[str]) -> None:
         self._asked.set_active(active)
         self.targets = self.strategy.targets
+
+    def set_weights(self, weights: Sequence[float]) -> None:
+        self._asked.set_weights(weights)
+        self.configured = self.strategy.configured
+        self._leave_out()
 
     def forget_inflight(self) -> None:
         self._inflight = 0
@@ -262,7 +293,7 @@ class CircuitBreaker(EnvMixStrategy):
     def state_dict(self) -> dict[str, Any]:
         return {
             "strategy": self._asked.state_dict(),
-            "quarantined": sorted(self.quarantined),
+            "quarantined": sorted(self._tripped),
             "peak": self._peak,
             "unknown": dict(self.unknown),
             "envs": {
@@ -282,9 +313,13 @@ class CircuitBreaker(EnvMixStrategy):
                 for field, value in zip(_Account.__slots__, values, strict=True):
                     setattr(self._accounts[name], field, value)
         self._inflight = sum(account.inflight for account in self._accounts.values())
-        self.quarantined = frozenset(state["quarantined"]).intersection(self._mixed)
-        self._healthy = frozenset(self._mixed) - self.quarantined
+        self._tripped = frozenset(state["quarantined"]).intersection(self.mixed)
+        self.quarantined = self._tripped | self.held
+        self._healthy = frozenset(self.mixed) - self.quarantined
         self._all_since = None
+        active = {n for n, target in zip(self.env_names, self.strategy.targets, strict=True) if target > 0}
+        if active != (self._healthy or set(self.mixed)):  # who is left out by hand is not part of the state
+            self.set_active(self._healthy)
         return notes
 
     def _land(self, account: _Account, n: int, now: float) -> None:
@@ -294,30 +329,41 @@ class CircuitBreaker(EnvMixStrategy):
         self._inflight -= left
 
     def _judge(self, env: str, account: _Account, now: float) -> None:
-        if env in self.quarantined:
+        if env in self.held:
+            return  # what ends now was begun before
+        if env in self._tripped:
             if account.recent > self._restore:
                 self._change(env, account, Change.RESTORED, now)
         elif account.recent < self._trip and env in self._healthy:
             self._change(env, account, Change.QUARANTINED, now)
 
     def _change(self, env: str, account: _Account, change: Change, now: float) -> None:
-        if change is Change.QUARANTINED:
-            self.quarantined |= {env}
-        else:
-            self.quarantined -= {env}
         account.credit = 0.0
-        self._healthy = frozenset(self._mixed) - self.quarantined
+        tripped = self._tripped | {env} if change is Change.QUARANTINED else self._tripped - {env}
+        self._leave_out(tripped=tripped)
         self._all_since = now if not self._healthy else None
-        self.set_active(self._healthy)
         self._transitions.append(Transition(env, change, account.recent))
+
+    def _leave_out(
+        self, *, held: frozenset[str] | None = None, tripped: frozenset[str] | None = None
+    ) -> None:
+        """Bring up to date who is left out, and the targets of the others."""
+        self.held = self.held if held is None else held
+        self._tripped = (self._tripped if tripped is None else tripped).intersection(self.mixed)
+        self.quarantined = self._tripped | self.held
+        healthy = frozenset(self.mixed) - self.quarantined
+        if healthy != self._healthy:
+            self._all_since = None
+        self._healthy = healthy
+        self.set_active(healthy)
 
     def _next_probe(self, eligible: Collection[str] | None, *, alone: bool) -> str | None:
         """The quarantined env that is due for a probe; alone, every one with room for a probe is due."""
-        crowd = max(1.0, len(self.quarantined) / MOST_PROBED)
+        crowd = max(1.0, len(self._tripped) / MOST_PROBED)
         room = max(1.0, self._probe * self._peak)
         best, best_credit = None, 0.0
         for name, share in zip(self.env_names, self.configured, strict=True):
-            if name not in self.quarantined:
+            if name not in self._tripped or name in self.held:
                 continue
             account = self._accounts[name]
             account.credit = min(1.0, account.credit + min(self._probe, share) / crowd)
@@ -330,7 +376,7 @@ class CircuitBreaker(EnvMixStrategy):
         return best
 
     def _least_probed(self, eligible: Collection[str] | None) -> str:
-        among = [name for name in self.env_names if name in self.quarantined]
+        among = [name for name in self.env_names if name in self._tripped - self.held]
         if eligible is not None:
             among = [name for name in among if name in eligible]
         if not among:

@@ -122,6 +122,9 @@ class Foreign(EnvMixStrategy):
     def set_active(self, active: Collection[str]) -> None:
         self._call("set_active", self._strategy.set_active, active)
 
+    def set_weights(self, weights: Sequence[float]) -> None:
+        self._call("set_weights", self._strategy.set_weights, weights)
+
     def owed(self, env: str) -> float:
         return self._call("owed", self._strategy.owed, env)
 

@@ -45,6 +45,17 @@ def normalised(env_names: Sequence[str], weights: Sequence[float]) -> tuple[floa
     return tuple(weight / total for weight in scaled)
 
 
+def mixable(env_names: Sequence[str], weights: Sequence[float]) -> tuple[float, ...]:
+    """The same, with every share large enough to be picked in some run."""
+    shares = normalised(env_names, weights)
+    for name, share in zip(env_names, shares, strict=True):
+        if 0 < share < SMALLEST_SHARE:
+            raise MixError(
+                f'env "{name}": a share of {share:g} of the mix is too small; raise its weight or set it to 0'
+            )
+    return shares
+
+
 class EnvMixStrategy(ABC):
     """Picks the env of the next task. Subclasses implement `pick` and listen to what they need.
 
@@ -61,12 +72,7 @@ class EnvMixStrategy(ABC):
         group_sizes: Mapping[str, int] | None = None,
     ) -> None:
         self.env_names: tuple[str, ...] = tuple(env_names)
-        self.configured: tuple[float, ...] = normalised(self.env_names, weights)
-        for name, share in zip(self.env_names, self.configured, strict=True):
-            if 0 < share < SMALLEST_SHARE:
-                raise MixError(
-                    f'env "{name}": a share of {share:g} of the mix is too small; raise its weight or set it to 0'
-                )
+        self.configured: tuple[float, ...] = mixable(self.env_names, weights)
         self.targets: tuple[float, ...] = self.configured
         self.rng = rng
         self.unknown: Counter[str] = Counter()
@@ -114,6 +120,15 @@ class EnvMixStrategy(ABC):
         ]
         whole = not any(weights) or tuple(weights) == self.configured
         self.targets = self.configured if whole else normalised(self.env_names, weights)
+
+    def set_weights(self, weights: Sequence[float]) -> None:
+        """From now on these are the weights, in the order of the envs, and all of them are active.
+
+        MixError where they make no mix; then nothing has changed. Debts made under the old ones are carried over as
+        `set_active` does it. A strategy that cannot change its weights while it runs raises MixError here.
+        """
+        self.configured = mixable(self.env_names, weights)
+        self.set_active(self.env_names)
 
     def owed(self, env: str) -> float:
         """By how much the env is behind its share, in the strategy's own unit; 0 where it keeps no account."""

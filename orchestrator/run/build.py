@@ -19,6 +19,7 @@ from orchestrator.run.parts import Parts
 from orchestrator.run.ports import Offer, Pool, RunJournal, TrainPort
 from orchestrator.run.run import Run
 from orchestrator.run.settings import BatchSettings, EvalEnvSettings, Limits, RunSettings, TrainEnvSettings
+from orchestrator.sinks.archive import Archive
 from orchestrator.sinks.barren import Barren
 from orchestrator.sinks.eval_sink import EvalSink
 from orchestrator.sinks.train_sink import TrainSink
@@ -33,6 +34,7 @@ def build_run(
     evals: Mapping[str, EnvPort],
     pool: Pool,
     journal: RunJournal,
+    archive: Archive,
     offer: Offer,
     now: float,
 ) -> Run:
@@ -68,6 +70,7 @@ def build_run(
         mix=mix,
         record=journal,
         facts=facts,
+        archive=archive,
         barren=Barren(
             at_most=settings.max_barren_batches * _batch_rollouts(batch, sizes),
             envs=envs,
@@ -87,6 +90,7 @@ def build_run(
         queue=sink,
         bound=int(batch.max_buffered * batch.size),
         closed=lambda: holder[0].closed(),
+        held=lambda: mix.held,
         now=now,
     )
     dispatcher = Dispatcher(
@@ -105,6 +109,7 @@ def build_run(
             train=train,
             pool=pool,
             journal=journal,
+            archive=archive,
             versions=versions,
             ledger=ledger,
             mix=mix,

@@ -1,9 +1,9 @@
 """Which minimums hold now.
 
 The minimum of an env that has no server, or that is quarantined because it yields nothing, is waived, unless the
-configuration says to wait for it. It holds again when the env can deliver and, under pace, as soon as what is under way
-leaves room for it: a minimum that came back at once would push finished groups of other envs out of their last batch.
-Every change is logged, counted and shown in the status. Pure.
+configuration says to wait for it; that of an env that a person has quarantined always is. It holds again when the env
+can deliver and, under pace, as soon as what is under way leaves room for it: a minimum that came back at once would
+push finished groups of other envs out of their last batch. Every change is logged, counted and shown in the status. Pure.
 """
 
 import structlog
@@ -36,6 +36,8 @@ class Minimums:
                 why = "it yields next to nothing and is quarantined"
             if name in self._waits:
                 why = ""
+            if name in parts.mix.held:
+                why = "it is quarantined by hand"
             if why and name not in self.waived:
                 parts.buffer.set_available(name, False)
                 self._say(name, why)

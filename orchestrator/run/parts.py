@@ -12,6 +12,7 @@ from orchestrator.facts import Facts
 from orchestrator.groups.group import Group
 from orchestrator.mix import CircuitBreaker
 from orchestrator.run.ports import Pool, RunJournal, TrainPort
+from orchestrator.sinks.archive import Archive
 from orchestrator.sinks.eval_sink import EvalSink
 from orchestrator.sinks.train_sink import TrainSink
 from orchestrator.tasks.evaluations import Evaluations
@@ -25,6 +26,7 @@ class Parts:
     train: Mapping[str, TrainPort]
     pool: Pool
     journal: RunJournal
+    archive: Archive
     versions: Versions
     ledger: Ledger
     mix: CircuitBreaker

@@ -52,6 +52,22 @@ class Pool(Placement, Protocol):
     def explain(self) -> str:
         """Why no inference server is in service; empty while one is."""
 
+    def refuse_max_inflight(self, value: int) -> str:
+        """Why so many rollouts in flight cannot be had; empty if they can."""
+
+    def set_max_inflight(self, value: int) -> None: ...
+    def refuse_add(self, url: str) -> str:
+        """Why there can be no inference server at an address; empty if there can."""
+
+    def add_endpoint(self, url: str) -> None:
+        """Probe it, have it load the newest version, and give it work from then on."""
+
+    def refuse_remove(self, url: str) -> str:
+        """Why an inference server cannot be removed; empty if it can."""
+
+    def remove_endpoint(self, url: str) -> None:
+        """Give it no further work; it is gone when its rollouts have ended."""
+
 
 class RunJournal(Record, Protocol):
     """The record that survives a crash."""
@@ -67,6 +83,7 @@ class RunJournal(Record, Protocol):
     def forget_version(self, version: int) -> None: ...
     def record_report(self, step: int, metrics: Mapping[str, float]) -> None: ...
     def record_eval(self, data: dict[str, Any]) -> None: ...
+    def record_control(self, at: float, origin: str, command: Mapping[str, Any]) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +99,13 @@ class EvaluationFinished:
     """An evaluation has its result, which is in the journal already."""
 
     result: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class DrainRun:
+    """Stop as after a signal: let open groups end, save, exit."""
+
+    why: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,5 +133,5 @@ class Driven(Protocol):
     def abandon(self, now: float) -> None: ...
 
 
-RunInstruction = StartAttempt | CancelAttempt | LoadWeights | EvaluationFinished | EndRun
+RunInstruction = StartAttempt | CancelAttempt | LoadWeights | EvaluationFinished | DrainRun | EndRun
 Offer = Callable[[Batch], None]

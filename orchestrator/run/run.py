@@ -14,16 +14,20 @@ from typing import Any
 
 import structlog
 
+from envs.addresses import shown_url
 from envs.wire import Failure, Result
 from orchestrator.dispatch.ledger import Lane
 from orchestrator.dispatch.ports import GroupCompleted, GroupDropped
 from orchestrator.dispatch.waits import Wait, WaitKind
 from orchestrator.dispatch.work import Attempt, PendingGroup
 from orchestrator.mix import Change
+from orchestrator.run.commands import Command, Drain, Endpoint, Origin, Resume, as_json
+from orchestrator.run.control import Control, Reply
 from orchestrator.run.minimums import Minimums
 from orchestrator.run.parts import Parts
 from orchestrator.run.patience import Patience
 from orchestrator.run.ports import (
+    DrainRun,
     EndRun,
     EvaluationFinished,
     LoadWeights,
@@ -70,6 +74,7 @@ class Run:
         self.progressed = 0.0
         """When a rollout last ended or a batch was last formed."""
         self.minimums = Minimums(settings, parts)
+        self.control = Control(settings, parts)
         self._patience = Patience(parts.dispatcher.flight, {env.name: env.limits for env in settings.train})
         self._out: list[RunInstruction] = []
         self.held_until: float | None = None
@@ -107,6 +112,7 @@ class Run:
         parts = self.parts
         if not attempt.ended:
             parts.facts.failed(attempt.group.lane, attempt.group.env, failure.kind, failure.described)
+            parts.archive.attempt_failed(attempt.group, failure, now)
         if together:
             parts.dispatcher.lose(attempt, together, now)
         else:
@@ -185,6 +191,40 @@ class Run:
         self.parts.journal.forget_version(version)
         self.save(now)
 
+    def on_control(self, command: Command, origin: Origin, now: float) -> Reply:
+        """A person wants something changed; whatever is refused has changed nothing."""
+        reply = Reply(self._deaf(), refused=True, changed=False)
+        if not reply.text:
+            reply = self.control.apply(command, origin)
+        told = as_json(command)
+        if isinstance(command, Endpoint):
+            told["url"] = shown_url(command.url)
+        if reply.refused:
+            log.warning("control.refused", **told, by=origin.by, why=reply.text)
+        elif reply.changed:
+            log.warning("control.changed", **told, by=origin.by, what=reply.text)
+            self.parts.journal.record_control(origin.at, origin.by, told)
+            if isinstance(command, Drain):
+                self._out.append(DrainRun(f"drained by {origin.by}"))
+            if isinstance(command, Resume):
+                # Nothing could move meanwhile, which says nothing about what can now.
+                self.progressed = now
+                self.parts.mix.begin_anew(now)
+            self.save(now)
+        return reply
+
+    def _deaf(self) -> str:
+        """Why no command is taken now; empty while any is."""
+        match self.state:
+            case RunState.STARTING:
+                return "the run is starting; try again when it runs"
+            case RunState.DRAINING:
+                return "the run is draining: what is open ends, then it exits"
+            case RunState.FINISHED:
+                return "the run is over"
+            case RunState.RUNNING:
+                return f"the run is over: {self.ended}" if self.ended else ""
+
     def stop(self, now: float) -> None:
         """Open nothing new and form nothing more; what is in flight may still end."""
         self.state = RunState.DRAINING
@@ -224,6 +264,11 @@ class Run:
         """Whether no group is open."""
         return not self.parts.dispatcher.flight.busy
 
+    @property
+    def paused(self) -> bool:
+        """Whether a person has paused the run."""
+        return self.control.paused is not None
+
     # --- what follows ------------------------------------------------------------------------------------------------
 
     def advance(self, now: float, *, at_most: int = 256) -> bool:
@@ -235,7 +280,8 @@ class Run:
             available = frozenset(name for name, port in parts.train.items() if port.available)
             self.minimums.refresh(available)
             self._form(now, available)
-            self._evaluate(now)
+            if not self.paused:
+                self._evaluate(now)
         more = parts.dispatcher.advance(now, at_most=at_most)
         if self.state is RunState.RUNNING and parts.sink.wanted:
             parts.dispatcher.drop_idle(now)
@@ -254,10 +300,14 @@ class Run:
     def _doing(self) -> str:
         """What the run's time goes to; see `facts.interval.TIMES`."""
         parts = self.parts
+        if self.control.paused is not None:
+            return "paused"
         if not parts.sink.wanted:
             return "trainer"
         if parts.pace.reserved:
             return "rollouts"
+        if self.paused and parts.versions.formed <= parts.versions.trained:
+            return "paused"
         if parts.versions.serving != parts.versions.published:
             return "weights"
         return "trainer" if parts.versions.formed > parts.versions.trained else "rollouts"
@@ -282,6 +332,8 @@ class Run:
             return (
                 Wait(WaitKind.START, "the start") if starting else Wait(WaitKind.DRAIN, "open groups to end")
             )
+        if self.paused:
+            return self.control.wait()
         if self.parts.sink.finished:
             return Wait(WaitKind.DONE, "the trainer to finish the last batches")
         if self.parts.journal.full:
@@ -350,6 +402,7 @@ class Run:
             self._patience.learn(group.env, now - group.opened)
             self.parts.sink.completed(group, now)
         else:
+            self.parts.archive.evaluated(group, now)
             result = self.parts.eval_sink.completed(group, now)
             if result is not None:
                 log.info("eval.finished", **result)
@@ -392,11 +445,13 @@ class Run:
             "ledger": parts.ledger.state_dict(),
             "evals": parts.evaluations.state_dict(),
             "buffer": parts.buffer.state_dict(),
+            "control": self.control.changes.state(),
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from an earlier process; the mix says what changed in the configuration meanwhile."""
         parts = self.parts
+        self.control.restore(state.get("control"))
         if "mix" in state:
             for note in parts.mix.load_state_dict(state["mix"]):
                 log.warning("mix.changed", note=note)

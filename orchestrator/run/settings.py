@@ -1,6 +1,6 @@
 """What a run is told: plain values, made from a configuration by the service, or by hand."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any, Literal
@@ -60,6 +60,19 @@ class BatchSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Changeable:
+    """What the configuration says of all that can be changed while the run goes on.
+
+    `targets` are those of all envs when some have other ratios than configured; ConfigError where that makes no mix.
+    """
+
+    ratios: Mapping[str, float | None]
+    targets: Callable[[Mapping[str, float]], Mapping[str, float]]
+    max_inflight: int
+    endpoints: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunSettings:
     """A whole run."""
 
@@ -74,5 +87,6 @@ class RunSettings:
     keep_equal_rewards: bool
     max_barren_batches: int
     strategy: str
+    changeable: Changeable
     evals: Sequence[EvalEnvSettings] = ()
     strategy_options: Mapping[str, Any] = field(default_factory=dict)

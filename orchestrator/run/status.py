@@ -101,6 +101,7 @@ def build_status(
         max_versions=run.settings.max_versions,
         disk_free_bytes=disk_free_bytes,
         trackers=list(trackers),
+        changes=run.control.changes.lines(),
     )
 
 
@@ -154,6 +155,7 @@ def _env_statuses(run: Run, now: float) -> dict[str, EnvStatus]:
             failure=facts.failure,
             rewards=[step.envs[name].sampled_reward if name in step.envs else None for step in history],
             last=last.get(name),
+            held=run.control.changes.held(name),
         )
     return statuses
 

@@ -16,9 +16,12 @@ def find_waits(run: Run, now: float) -> list[Wait]:
         return [closed] if closed is not None else []
     found = []
     explanation = parts.pool.explain()
+    pause = run.control.wait()
+    if pause is not None:
+        found.append(pause)
     if explanation:
         found.append(Wait(WaitKind.ENDPOINT, f"an inference server: {explanation}"))
-    else:
+    elif pause is None:
         found += parts.dispatcher.waits(now)
     if run.refused:
         found.append(Wait(WaitKind.WEIGHTS, f"a version that can be loaded ({run.refused})"))
@@ -29,14 +32,14 @@ def find_waits(run: Run, now: float) -> list[Wait]:
                 f"the inference servers to load version {parts.versions.published} (they have {parts.versions.serving})",
             )
         )
-    mixed = [env.name for env in run.settings.train if env.target > 0]
+    mixed = [name for name in parts.mix.mixed if name not in parts.mix.held]
     if parts.mix.quarantined.issuperset(mixed):
         names = ", ".join(f'"{name}"' for name in mixed)
         found.append(Wait(WaitKind.PROBES, f"probes: each env yields next to nothing ({names})"))
     batch = _batch_wait(run)
     if batch.kind not in [wait.kind for wait in found]:
         found.append(batch)
-    if parts.evaluations.due:
+    if parts.evaluations.due and pause is None:
         names = ", ".join(f'"{name}"' for name in parts.evaluations.due)
         found.append(Wait(WaitKind.EVALUATION, f"the evaluation before, or the weights, for {names}"))
     return found

@@ -6,13 +6,14 @@ environments is in `env_blueprint`, what is about engines in `inference_blueprin
 
 import random
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 from envs.loader import parse_id
 from orchestrator.buffer.minimums import BatchMinimums
 from orchestrator.config import Config
+from orchestrator.config.checks import find_problems
 from orchestrator.config.domains import domain_of
 from orchestrator.config.env_sections import EnvSection
 from orchestrator.config.fitting import batch_minimums
@@ -29,7 +30,14 @@ from orchestrator.inference import (
 from orchestrator.journal import EnvIdentity, RunIdentity, digest_of
 from orchestrator.mix import CircuitBreaker, EnvShare, build_mix, mix_targets, verify_strategy
 from orchestrator.mix.foreign import describe_fault
-from orchestrator.run.settings import BatchSettings, EvalEnvSettings, Limits, RunSettings, TrainEnvSettings
+from orchestrator.run.settings import (
+    BatchSettings,
+    Changeable,
+    EvalEnvSettings,
+    Limits,
+    RunSettings,
+    TrainEnvSettings,
+)
 from orchestrator.service.env_blueprint import verify_env
 from orchestrator.service.secrets import read_variable, trainer_keys, trainer_token
 from orchestrator.service.track_blueprint import build_setup
@@ -113,8 +121,10 @@ def _without_split(text: str) -> str:
     return text if split is None else text.removesuffix(f"@{split}")
 
 
-def build_settings(config: Config, train: TrainEnvs, evals: EvalEnvs) -> RunSettings:
-    """What the run is told; the environments must be connected."""
+def build_settings(
+    config: Config, train: TrainEnvs, evals: EvalEnvs, *, endpoints: Sequence[str]
+) -> RunSettings:
+    """What the run is told; the environments must be connected. `endpoints`: inference servers as configured."""
     batch, dispatch = config.batch, config.dispatch
     targets, minimums = build_targets(config, train), build_minimums(config).shares()
     return RunSettings(
@@ -154,7 +164,31 @@ def build_settings(config: Config, train: TrainEnvs, evals: EvalEnvs) -> RunSett
         max_barren_batches=dispatch.max_barren_batches,
         strategy=config.mix.strategy,
         strategy_options=config.mix.arguments(),
+        changeable=Changeable(
+            ratios=configured_ratios(config),
+            targets=partial(_retargeted, config, train),
+            max_inflight=dispatch.max_inflight,
+            endpoints=endpoints,
+        ),
     )
+
+
+def configured_ratios(config: Config) -> dict[str, float | None]:
+    """The ratio of each env."""
+    return {section.label: section.ratio for section in config.train.env}
+
+
+def _retargeted(config: Config, train: TrainEnvs, ratios: Mapping[str, float]) -> dict[str, float]:
+    """The targets with other ratios; ConfigError where a configuration with these would be refused."""
+    before = config.model_dump()
+    after = config.model_dump()
+    for section, table in zip(config.train.env, after["train"]["env"], strict=True):
+        table["ratio"] = ratios.get(section.label, section.ratio)
+    known = find_problems(before)
+    found = [f"{path}: {problem}" for path, problem in find_problems(after) if (path, problem) not in known]
+    if found:
+        raise ConfigError("; ".join(found))
+    return build_targets(config, train, ratios)
 
 
 def eval_settings(config: Config, evals: EvalEnvs) -> list[EvalEnvSettings]:
@@ -195,12 +229,14 @@ def _limits(config: Config, section: EnvSection) -> Limits:
     )
 
 
-def build_targets(config: Config, envs: TrainEnvs) -> dict[str, float]:
-    """Each env's share of the mix; the environments must be connected."""
+def build_targets(
+    config: Config, envs: TrainEnvs, ratios: Mapping[str, float] | None = None
+) -> dict[str, float]:
+    """Each env's share of the mix, some with other ratios than configured; the environments must be connected."""
     shares = [
         EnvShare(
             name=env.name,
-            ratio=env.settings.ratio,
+            ratio=(ratios or {}).get(env.name, env.settings.ratio),
             num_tasks=env.num_tasks,
             min_batch_allocation=env.settings.min_batch_allocation,
             group_size=env.settings.group_size,

@@ -16,7 +16,7 @@ from orchestrator.dispatch.ports import CancelAttempt, StartAttempt
 from orchestrator.dispatch.work import Attempt
 from orchestrator.env_servers.env import Env
 from orchestrator.env_servers.requests import Answer, RolloutRequest
-from orchestrator.run.ports import Driven, EndRun, EvaluationFinished, LoadWeights
+from orchestrator.run.ports import DrainRun, Driven, EndRun, EvaluationFinished, LoadWeights
 
 log = structlog.get_logger()
 
@@ -31,6 +31,7 @@ KINDS = 100
 
 
 Run_ = TypeVar("Run_", bound=Driven)
+T = TypeVar("T")
 
 
 class Driver(Generic[Run_]):
@@ -54,6 +55,8 @@ class Driver(Generic[Run_]):
         }
         self._on_weights = on_weights
         self._on_evaluation = on_evaluation
+        self.on_drain: Callable[[str], None] = lambda why: None
+        """Called when the run is to stop as after a signal."""
         self._wake = asyncio.Event()
         self._turned = asyncio.Event()
         self._failures: dict[tuple[str, str, str], int] = {}
@@ -102,6 +105,18 @@ class Driver(Generic[Run_]):
             self._error = self._error or error
         self.wake()
 
+    def ask(self, event: Callable[..., T], *arguments: object) -> T:
+        """Tell the run something that it answers, carry out what it decides, and have it look."""
+        try:
+            answer = event(*arguments, self.clock())
+        except Exception as error:
+            self._error = self._error or error  # it is half done: `drive` ends the run
+            self.wake()
+            raise
+        self.perform()
+        self.wake()
+        return answer
+
     def close(self) -> None:
         """Give up what is in flight."""
         self.run.abandon(self.clock())
@@ -121,6 +136,8 @@ class Driver(Generic[Run_]):
                     self._on_weights(version, path)
                 case EvaluationFinished(result):
                     self._on_evaluation(result)
+                case DrainRun(why):
+                    self.on_drain(why)
                 case EndRun(why):
                     if not self.ended.done():
                         self.ended.set_result(why)

@@ -1,6 +1,6 @@
 """From configuration to the pool of inference servers: addresses, what they begin with, what training asks of them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from envs.model import unpacked
@@ -18,6 +18,7 @@ from orchestrator.inference import (
 )
 from orchestrator.inference.checkpoint import find_problem
 from orchestrator.local.children import LocalChildren
+from orchestrator.local.policy import find_policy_flaw
 from orchestrator.service.env_blueprint import merged, train_sampling
 from orchestrator.service.secrets import read_variable
 
@@ -31,14 +32,25 @@ def inference_urls(config: Config, children: LocalChildren) -> list[str]:
 
 
 def build_pool(
-    config: Config, base_urls: Sequence[str], *, version: int, weights_path: str | None, train: bool
+    config: Config,
+    base_urls: Sequence[str],
+    *,
+    version: int,
+    weights_path: str | None,
+    train: bool,
+    max_inflight: int | None = None,
 ) -> InferencePool:
-    """The inference servers, not contacted. `train`: what they return is trained on, and must be fit for it."""
+    """The inference servers, not contacted. `train`: what they return is trained on, and must be fit for it.
+
+    `max_inflight`: what a person has changed it to, if anybody has.
+    """
     dispatch, inference = config.dispatch, config.inference
-    concurrency: FixedConcurrency | AdaptiveConcurrency = FixedConcurrency(dispatch.max_inflight)
+    most = max_inflight or dispatch.max_inflight
+    concurrency: FixedConcurrency | AdaptiveConcurrency = FixedConcurrency(most)
     if dispatch.concurrency == "adaptive":
+        # A lower bound that was raised since the change is not overruled by it.
         concurrency = AdaptiveConcurrency(
-            min_inflight=dispatch.min_inflight, max_inflight=dispatch.max_inflight
+            min_inflight=dispatch.min_inflight, max_inflight=max(most, dispatch.min_inflight)
         )
     read_variable("inference.api_key_env", inference.api_key_env)
     health = HealthPolicy(
@@ -72,6 +84,13 @@ def initial_path(config: Config) -> str | None:
         remedy = "if only the servers see the folder, set inference.check_weights = false"
         raise ConfigError(f"inference.initial_weights: {problem}; {remedy}")
     return str(folder) if looked_at else named
+
+
+def flaw_finder(config: Config) -> Callable[[str], str]:
+    """What is wrong with the weights at a path, as far as this machine can see and is asked to look."""
+    if config.local is not None:
+        return find_policy_flaw
+    return (lambda path: find_problem(Path(path))) if config.inference.check_weights else lambda path: ""
 
 
 def _beginning(config: Config, train: bool) -> Beginning:

@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,11 +33,13 @@ from orchestrator.run.resume import JournaledWeights, resume
 from orchestrator.run.run import Run, RunState
 from orchestrator.run.status import build_summary, diagnose
 from orchestrator.service import blueprint, env_blueprint, inference_blueprint, secrets
+from orchestrator.service.control import ControlDesk, changes_of, token_file
 from orchestrator.service.driver import Driver
 from orchestrator.service.front import Front
 from orchestrator.service.health import Watchdog
 from orchestrator.service.metrics_file import MetricsFile
-from orchestrator.service.track_blueprint import build_setups, shown_config
+from orchestrator.service.page import live_feed
+from orchestrator.service.track_blueprint import build_samples, build_setups, shown_config
 from orchestrator.service.weights import VersionChecks, WeightLoader
 from orchestrator.service.wiring import (
     EvaluationFile,
@@ -45,12 +47,14 @@ from orchestrator.service.wiring import (
     build_batch_server,
     join_shells,
     note_identity,
+    open_archive,
     open_journal,
 )
 from orchestrator.track import Trackers
 from orchestrator.trainer_link.encoding import check_shares
 from orchestrator.trainer_link.server import PROBE_S, BatchServer, Link, open_link
 from orchestrator.trainer_link.versions import POLL_S, VersionWatcher
+from orchestrator.views.control import add_control
 from orchestrator.views.http import build_app, serve_http
 
 log = structlog.get_logger()
@@ -66,6 +70,12 @@ class Stop(asyncio.Event):
     """Set to have a run end in order; `reason` is what its summary says."""
 
     reason = "stopped by a signal"
+
+    def ask(self, reason: str) -> None:
+        """Have the run end, unless it is ending already."""
+        if not self.is_set():
+            self.reason = reason
+            self.set()
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +95,7 @@ class Service:
     http_address: str | None
     journal_failed: asyncio.Future[JournalError]
     front: Front
-    stop: Stop = field(default_factory=Stop)
+    stop: Stop
 
     @property
     def run(self) -> Run:
@@ -104,8 +114,9 @@ class Service:
             timeout_s=config.dispatch.stall_timeout_s,
             exit_on_stall=config.dispatch.exit_on_stall,
             starved=lambda: run.state is RunState.RUNNING and run.parts.sink.starved,
-            progressed_at=lambda: run.progressed,
-            all_failing_s=lambda: run.parts.mix.all_quarantined_for(clock()),
+            # A paused run stands still because somebody wants it to.
+            progressed_at=lambda: clock() if run.paused else run.progressed,
+            all_failing_s=lambda: 0.0 if run.paused else run.parts.mix.all_quarantined_for(clock()),
             diagnose=lambda: diagnose(run, clock()),
             clock=clock,
         )
@@ -215,19 +226,27 @@ class _EndOfRun(Exception):  # noqa: N818  not an error: it ends the group of pa
 
 @asynccontextmanager
 async def start_service(
-    config: Config, *, fresh: bool = False, front: Front | None = None, link: Link | None = None
+    config: Config,
+    *,
+    fresh: bool = False,
+    rewind_to: int | None = None,
+    front: Front | None = None,
+    link: Link | None = None,
 ) -> AsyncIterator[Service]:
     """Start every part; stop them when the block is left.
 
-    Who gives a `front` can look at the start meanwhile. `link`: a way to the trainer in place of the configured one.
+    `rewind_to`: a step to set the run back to. Who gives a `front` can look at the start meanwhile. `link`: a way to the trainer in place of the configured one.
     """
     blueprint.verify(config)
     async with AsyncExitStack() as stack:
         failed: asyncio.Future[JournalError] = asyncio.get_running_loop().create_future()
-        journal = await stack.enter_async_context(open_journal(config, fresh, failed))
+        journal = await stack.enter_async_context(
+            open_journal(config, failed, fresh=fresh, rewind_to=rewind_to)
+        )
         front = front or build_front(config)
         # Addresses in use are found before anything is started, and the status can be asked for from here on.
-        http_address = await _serve_http(config, stack, front)
+        desk = ControlDesk(front)
+        http_address = await _serve_http(config, stack, front, desk)
         link = link or open_link(
             blueprint.trainer_address(config), keys=secrets.trainer_keys(config), probe_s=PROBE_S
         )
@@ -241,16 +260,21 @@ async def start_service(
             [batch for batch in recovered.batches if batch.step not in recovered.acknowledged],
             config.trainer.world_size,
         )
+        archive = await open_archive(config, journal, recovered, stack, front)
         weights = JournaledWeights(recovered.state)
         weights.begin_with(inference_blueprint.initial_path(config) if weights.begins else None)
         children = await stack.enter_async_context(LocalChildren(config.run_dir))
+        endpoints = [url.rstrip("/") for url in inference_blueprint.inference_urls(config, children)]
+        changes = changes_of(config, recovered, endpoints)
+        first, later = changes.endpoints(endpoints)
         pool = await stack.enter_async_context(
             inference_blueprint.build_pool(
                 config,
-                inference_blueprint.inference_urls(config, children),
+                first,
                 version=weights.loaded,
                 weights_path=weights.loaded_path,
                 train=True,
+                max_inflight=changes.changed_max_inflight,
             )
         )
         train, evals = env_blueprint.build_train_envs(config), env_blueprint.build_eval_envs(config)
@@ -263,22 +287,26 @@ async def start_service(
             [train.connect(), evals.connect(), pool.wait_ready(config.inference.ready_timeout_s)],
             front,
         )
+        for url in later:
+            pool.add_endpoint(url)
         note_identity(config, journal, train)
         trackers = Trackers(
             build_setups(config),
             config=shown_config(config),
             run_id=journal.run_id,
             resumed=not recovered.empty,
+            samples=build_samples(config),
         )
         stack.push_async_callback(trackers.aclose)
         front.trackers = trackers.status
         offers = Offers(config.max_steps)
         run = build_run(
-            blueprint.build_settings(config, train, evals),
+            blueprint.build_settings(config, train, evals, endpoints=endpoints),
             train=train,
             evals=evals,
             pool=pool,
             journal=journal,
+            archive=archive,
             offer=offers,
             now=time.monotonic(),
         )
@@ -315,6 +343,10 @@ async def start_service(
         stack.callback(driver.close)
         front.enter(driver, server, world_size=config.trainer.world_size)
         stack.callback(front.leave)
+        stop = Stop()
+        driver.on_drain = stop.ask
+        desk.open(driver, journal)
+        stack.callback(desk.close)
         if config.local is not None and config.local.trainer:
             children.start_trainer(
                 address=server.address,
@@ -336,6 +368,7 @@ async def start_service(
             http_address=http_address,
             journal_failed=failed,
             front=front,
+            stop=stop,
         )
 
 
@@ -377,13 +410,19 @@ async def _report_start(front: Front) -> None:
             log.info("run.starting", waits_for=loading)
 
 
-async def _serve_http(config: Config, stack: AsyncExitStack, front: Front) -> str | None:
+async def _serve_http(config: Config, stack: AsyncExitStack, front: Front, desk: ControlDesk) -> str | None:
     """Serve from the very start, so that a port in use is found at once."""
     if not config.http.enabled:
         return None
     token = secrets.read_variable("http.token_env", config.http.token_env)
     app = build_app(status=front.status, metrics=front.metrics, token=token)
-    return await stack.enter_async_context(serve_http(app, host=config.http.host, port=config.http.port))
+    own_token = stack.enter_context(token_file(config.run_dir))
+    add_control(app, tell=desk.tell, tokens=[own_token, *([token] if token else [])])
+    feed = live_feed(config.run_dir, front.status)
+    feed.add_to(app)
+    address = await stack.enter_async_context(serve_http(app, host=config.http.host, port=config.http.port))
+    stack.callback(feed.close)
+    return address
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

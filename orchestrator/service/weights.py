@@ -3,12 +3,11 @@
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import structlog
 
 from orchestrator.inference import InferencePool, WeightUpdateError
-from orchestrator.local.policy import WEIGHTS_FILE
+from orchestrator.local.policy import find_policy_flaw
 from orchestrator.run.run import Run
 from orchestrator.service.driver import Driver
 from orchestrator.trainer_link.publications import Loads
@@ -35,26 +34,14 @@ class VersionChecks:
             version, path, decided = await self._asked.get()
             try:
                 await self._pool.check_version(version, path)
-                if self._local and path is not None:
-                    await asyncio.to_thread(_look_for_policy, version, path)
+                flaw = await asyncio.to_thread(find_policy_flaw, path) if self._local and path else ""
+                if flaw:
+                    raise WeightUpdateError(f"version {version}: {flaw}; publish after the files are written")
             except WeightUpdateError as error:
                 log.error("version.refused", version=version, why=str(error))
                 decided(str(error))
             else:
                 decided("")
-
-
-def _look_for_policy(version: int, path: str) -> None:
-    try:
-        folder = Path(path)
-        there = (folder / WEIGHTS_FILE if folder.is_dir() else folder).is_file()
-    except ValueError:  # a name that no file can have
-        there = False
-    if not there:
-        raise WeightUpdateError(
-            f"version {version}: there is no {WEIGHTS_FILE} in {path!r}, which the policy server of [local] loads; "
-            "publish after the files are written"
-        )
 
 
 @dataclass(slots=True, eq=False)

@@ -2,12 +2,16 @@
 
 import asyncio
 import json
+import time
 from collections.abc import Iterable, Mapping
+from contextlib import AsyncExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import structlog
 
+from orchestrator.archive.archive import RolloutArchive
 from orchestrator.config import Config
 from orchestrator.env_servers.env import TrainEnvs
 from orchestrator.errors import ConfigError, JournalError
@@ -15,16 +19,20 @@ from orchestrator.groups.group import Batch
 from orchestrator.inference import InferencePool
 from orchestrator.journal import Journal, Recovered, changed_tasks, differences, notices
 from orchestrator.run.run import Run
-from orchestrator.service import blueprint, secrets
+from orchestrator.service import blueprint, inference_blueprint, secrets
 from orchestrator.service.driver import Driver
+from orchestrator.service.front import Front
 from orchestrator.service.weights import WeightLoader
+from orchestrator.sinks.archive import Archive, NoArchive
 from orchestrator.trainer_link.publications import CheckVersion, WaitLoaded
 from orchestrator.trainer_link.server import BatchServer, Link
 
 log = structlog.get_logger()
 
 
-def open_journal(config: Config, fresh: bool, failed: asyncio.Future[JournalError]) -> Journal:
+def open_journal(
+    config: Config, failed: asyncio.Future[JournalError], *, fresh: bool, rewind_to: int | None
+) -> Journal:
     """The journal, which locks the run directory; a failed write ends up in `failed`."""
 
     def on_error(error: JournalError) -> None:
@@ -40,11 +48,39 @@ def open_journal(config: Config, fresh: bool, failed: asyncio.Future[JournalErro
         fsync=config.journal.fsync,
         max_backlog_bytes=config.journal.max_backlog_bytes,
         fresh=fresh,
+        rewind_to=rewind_to,
+        find_flaw=inference_blueprint.flaw_finder(config),
         on_error=on_error,
     )
     if journal.moved_aside is not None:
         log.warning("journal.moved_aside", to=str(journal.moved_aside))
+    if journal.rewound is not None:
+        log.warning("run.rewound", **asdict(journal.rewound))
     return journal
+
+
+async def open_archive(
+    config: Config, journal: Journal, recovered: Recovered, stack: AsyncExitStack, front: Front
+) -> Archive:
+    """What keeps rollouts for people, until the stack is left; it is told what an earlier process may not have told it."""
+    if not config.archive.enabled:
+        return NoArchive()
+    archive = await stack.enter_async_context(
+        RolloutArchive(
+            config.run_dir,
+            run_id=journal.run_id,
+            last_step=recovered.last_step,
+            groups_per_step=config.archive.groups_per_step,
+            groups_per_evaluation=config.archive.groups_per_evaluation,
+            max_bytes=config.archive.max_bytes,
+            max_days=config.archive.max_days,
+            clock=time.monotonic(),
+        )
+    )
+    front.troubles.append(lambda: archive.note)
+    for batch in recovered.batches:
+        archive.batch_formed(batch)
+    return archive
 
 
 def note_identity(config: Config, journal: Journal, train: TrainEnvs) -> None:

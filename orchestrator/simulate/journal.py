@@ -45,6 +45,7 @@ class MemoryJournal:
     steps: list[StepRecord] = field(default_factory=list)
     versions: dict[int, tuple[int, str | None]] = field(default_factory=dict)
     reports: list[tuple[int, dict[str, float]]] = field(default_factory=list)
+    controls: list[tuple[float, str, Mapping[str, Any]]] = field(default_factory=list)
     acknowledged: int = 0
     _queued: dict[str, Group] = field(default_factory=dict)
     _resolved: dict[str, set[int]] = field(default_factory=dict)
@@ -111,6 +112,9 @@ class MemoryJournal:
 
     def record_eval(self, data: dict[str, Any]) -> None:
         self.evals.append(data)
+
+    def record_control(self, at: float, origin: str, command: Mapping[str, Any]) -> None:
+        self.controls.append((at, origin, command))
 
     def recover(self) -> MemoryRecovery:
         """What a restart would find."""

@@ -8,8 +8,8 @@ imitated. `World.kill` throws the process away and goes on from what its journal
 import heapq
 import itertools
 import random
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -20,11 +20,14 @@ from orchestrator.dispatch.ports import CancelAttempt, StartAttempt
 from orchestrator.dispatch.work import Attempt
 from orchestrator.groups.group import Batch
 from orchestrator.run.build import build_run
-from orchestrator.run.ports import EndRun, EvaluationFinished, LoadWeights
+from orchestrator.run.commands import Origin, parse_command
+from orchestrator.run.control import Reply
+from orchestrator.run.ports import DrainRun, EndRun, EvaluationFinished, LoadWeights
 from orchestrator.run.resume import JournaledWeights, resume
 from orchestrator.run.run import Run
 from orchestrator.run.settings import RunSettings
 from orchestrator.simulate.journal import MemoryJournal
+from orchestrator.sinks.archive import NoArchive
 
 Draw = Callable[[random.Random], float]
 
@@ -109,7 +112,7 @@ def _has_room(server: Server, count: int) -> bool:
     return server.ready and (server.used == 0 or server.used + count <= server.capacity)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class VirtualEndpoint:
     """An imagined inference server."""
 
@@ -119,37 +122,76 @@ class VirtualEndpoint:
     version: int = 0
     version_newest: int = 0
     error: str = ""
+    leaving: bool = False
 
 
 class VirtualPool:
-    """Inference servers that take `max_inflight` together."""
+    """Inference servers that take `max_inflight` together; they come and go at once."""
 
     def __init__(self, max_inflight: int) -> None:
         self._max_inflight = max_inflight
-        self.endpoint = VirtualEndpoint()
+        self.endpoints: list[VirtualEndpoint] = [VirtualEndpoint()]
+
+    @property
+    def endpoint(self) -> VirtualEndpoint:
+        """The first of them, where there is one."""
+        return self.endpoints[0]
 
     @property
     def limit(self) -> int:
-        return self._max_inflight if self.endpoint.healthy else 0
-
-    @property
-    def endpoints(self) -> Sequence[VirtualEndpoint]:
-        return [self.endpoint]
+        return self._max_inflight if self._ready() else 0
 
     def acquire(self, n: int, prefer: Any = None) -> VirtualEndpoint | None:
-        if not self.endpoint.healthy:
-            return None
-        self.endpoint.inflight += n
-        return self.endpoint
+        ready = self._ready()
+        chosen = prefer if prefer in ready else min(ready, key=lambda one: one.inflight, default=None)
+        if chosen is not None:
+            chosen.inflight += n
+        return chosen
 
     def release(self, endpoint: VirtualEndpoint, n: int) -> None:
         endpoint.inflight -= n
+        self._let_go(endpoint)
 
     def note_success(self, endpoint: Any) -> None: ...
     def note_failure(self, endpoint: Any, kind: str) -> None: ...
 
     def explain(self) -> str:
-        return "" if self.endpoint.healthy else "it is down"
+        return "" if self._ready() else "it is down"
+
+    def refuse_max_inflight(self, value: int) -> str:
+        return "" if value >= 1 else f"{value} is below 1"
+
+    def set_max_inflight(self, value: int) -> None:
+        self._max_inflight = value
+
+    def refuse_add(self, url: str) -> str:
+        return "it is there" if any(one.url == url and not one.leaving for one in self.endpoints) else ""
+
+    def add_endpoint(self, url: str) -> None:
+        for one in self.endpoints:
+            if one.url == url:
+                one.leaving = False
+                return
+        like = self.endpoints[0]
+        self.endpoints.append(replace(like, url=url, inflight=0, leaving=False))
+
+    def refuse_remove(self, url: str) -> str:
+        others = [one for one in self.endpoints if one.url != url and not one.leaving]
+        there = any(one.url == url and not one.leaving for one in self.endpoints)
+        return "" if others and there else "it is the last one, or not there"
+
+    def remove_endpoint(self, url: str) -> None:
+        for one in list(self.endpoints):
+            if one.url == url:
+                one.leaving = True
+                self._let_go(one)
+
+    def _ready(self) -> list[VirtualEndpoint]:
+        return [one for one in self.endpoints if one.healthy and not one.leaving]
+
+    def _let_go(self, endpoint: VirtualEndpoint) -> None:
+        if endpoint.leaving and not endpoint.inflight and endpoint in self.endpoints:
+            self.endpoints.remove(endpoint)
 
 
 class World:
@@ -186,13 +228,14 @@ class World:
         self.starts: list[Attempt] = []
         self.cancels: list[Attempt] = []
         self.ended = ""
-        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._events: list[tuple[float, int, Callable[[], object]]] = []
         self._count = itertools.count()
         self._life = 0
         self._offered: dict[int, Batch] = {}
         self._training = False
         self._loading = False
         self._to_load: LoadWeights | None = None
+        self._drains = ""
         self.run = self._build()
 
     # --- life --------------------------------------------------------------------------------------------------------
@@ -206,6 +249,7 @@ class World:
             evals={name: self.envs[name] for name in evals},
             pool=self.pool,
             journal=self.journal,
+            archive=NoArchive(),
             offer=self._offer,
             now=self.now,
         )
@@ -217,7 +261,8 @@ class World:
             for number in range(env.servers):
                 env.kill(number)
                 env.revive(number)
-        self.pool.endpoint.inflight = 0
+        for endpoint in list(self.pool.endpoints):
+            self.pool.release(endpoint, endpoint.inflight)
         self._offered.clear()
         self._training = self._loading = False
         self._to_load = None
@@ -225,7 +270,8 @@ class World:
         self.run = self._build()
         weights = JournaledWeights(recovered.state)
         resume(self.run, recovered, weights, recovered.evals)
-        self.pool.endpoint.version = self.pool.endpoint.version_newest = weights.loaded
+        for endpoint in self.pool.endpoints:
+            endpoint.version = endpoint.version_newest = weights.loaded
         for batch in recovered.batches:
             self._offer(batch)
         self.run.start(self.now)
@@ -258,8 +304,11 @@ class World:
             more = self.run.advance(self.now)
             self._perform()
         self._train()
+        if self._drains and self.run.idle:
+            self.run.end(self._drains)
+            self._perform()
 
-    def at(self, delay: float, event: Callable[[], None]) -> None:
+    def at(self, delay: float, event: Callable[[], object]) -> None:
         """Something will happen."""
         heapq.heappush(self._events, (self.now + delay, next(self._count), event))
 
@@ -281,15 +330,23 @@ class World:
 
     def lose_endpoint(self, *, away_s: float) -> None:
         """The inference servers go away for a while."""
-        endpoint = self.pool.endpoint
-        endpoint.healthy = False
-        self.run.on_endpoint_lost(endpoint, self.now)
+        lost = list(self.pool.endpoints)
+        for endpoint in lost:
+            endpoint.healthy = False
+            self.run.on_endpoint_lost(endpoint, self.now)
         self._perform()
 
         def back() -> None:
-            endpoint.healthy = True
+            for endpoint in lost:
+                endpoint.healthy = True
 
         self.at(away_s, back)
+
+    def tell(self, command: Mapping[str, Any], by: str = "test") -> Reply:
+        """A person gives a command."""
+        reply = self.run.on_control(parse_command(command), Origin(by, self.now), self.now)
+        self._perform()
+        return reply
 
     def _perform(self) -> None:
         for instruction in self.run.drain():
@@ -305,6 +362,9 @@ class World:
                     self._load()
                 case EvaluationFinished():
                     pass
+                case DrainRun(why):
+                    self._drains = why
+                    self.run.stop(self.now)
                 case EndRun(why):
                     self.ended = why
 
@@ -370,8 +430,8 @@ class World:
             self.in_this_life(self._load_s(self.rng), partial(self._loaded, asked.version, asked.path))
 
     def _loaded(self, version: int, path: str | None) -> None:
-        endpoint = self.pool.endpoint
-        endpoint.version = endpoint.version_newest = version
+        for endpoint in self.pool.endpoints:
+            endpoint.version = endpoint.version_newest = version
         self._loading = False
         self.run.on_loaded(version, path, self.now)
         self._load()

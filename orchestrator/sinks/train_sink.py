@@ -27,6 +27,7 @@ from orchestrator.groups.scoring import (
     has_variance,
     seats_of,
 )
+from orchestrator.sinks.archive import Archive
 from orchestrator.sinks.barren import Barren
 from orchestrator.sinks.same_tasks import SameTasks
 from orchestrator.sinks.yields import Yields
@@ -92,6 +93,7 @@ class TrainSink:
         mix: MixFeedback,
         record: Record,
         facts: Facts,
+        archive: Archive,
         barren: Barren,
         advantage: AdvantageFunction,
         keep_equal_rewards: bool,
@@ -109,6 +111,7 @@ class TrainSink:
         self._mix = mix
         self._record = record
         self._facts = facts
+        self._archive = archive
         self._barren = barren
         self._advantage = advantage
         self._keep_equal_rewards = keep_equal_rewards
@@ -146,6 +149,7 @@ class TrainSink:
             # It did what it should, too late for us: the task is asked again.
             self._mix.on_finish(pending.env, pending.size, 0, now=now)
             self._facts.dropped(pending.env, "stale", pending.size)
+            self._archive.scored(pending, "stale", now)
             self._tasks.retry(pending.task)
             return
         version_end = max(pending.version_end, self._versions.serving)
@@ -155,6 +159,7 @@ class TrainSink:
             self._reject(pending, "oversize", now)
             return
         self._record.record_group(group)
+        self._archive.scored(pending, "queued", now)
         self._queue(group)
         self._mix.on_finish(pending.env, pending.size, pending.valid, now=now)
         self._barren.delivered()
@@ -162,6 +167,7 @@ class TrainSink:
     def dropped(self, pending: PendingGroup, reason: str, *, again: bool, now: float) -> None:
         """A group ended without a result: stopped by us, or failed."""
         self._facts.dropped(pending.env, reason, pending.size)
+        self._archive.dropped(pending, reason, now)
         if again and reason != "overdue":
             self._mix.on_cancel(pending.env, pending.size, now=now)
         else:
@@ -239,6 +245,7 @@ class TrainSink:
                 kept += 1
             else:
                 self._record.evict_group(group, reason)
+                self._archive.evicted(group, reason)
                 if group.env in self._group_sizes:
                     self._tasks.retry(group.task)
                 log.warning("group.given_up", group=group.id, reason=reason)
@@ -313,6 +320,7 @@ class TrainSink:
         record = self._facts.batch_formed(batch, quarantined=self._mix.quarantined, now=now)
         # In one commit: a process that dies right after it has counted this batch, its mix and its time.
         self._record.record_batch(batch, lambda: self._offer(batch), record=record, states=states(now))
+        self._archive.batch_formed(batch)
         for env in {group.env for group in batch.groups}:
             self._record.prune(env, self._tasks.low_water(env))
         log.info(
@@ -375,6 +383,7 @@ class TrainSink:
             self._count(group, -1)
             reason = "split_rest" if not asked else "surplus" if little else "stale"
             self._record.evict_group(group, reason)
+            self._archive.evicted(group, reason)
             self._mix.on_drop(group.env, group.rollouts, now=now)
             self._facts.dropped(group.env, reason, group.rollouts)
         if evicted:
@@ -384,6 +393,7 @@ class TrainSink:
     def _reject(self, pending: PendingGroup, reason: str, now: float) -> None:
         self._mix.on_finish(pending.env, pending.size, 0, now=now)
         self._facts.dropped(pending.env, reason, pending.size)
+        self._archive.scored(pending, reason, now)
         self._record.record_task(pending.env, pending.task.position, reason)
         self._tasks.resolve(pending.task)
         self._barren.count(pending.env, reason, pending.size, ignored=self._mix.quarantined)

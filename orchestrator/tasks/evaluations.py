@@ -53,10 +53,21 @@ class Evaluations:
         self._last_step: dict[str, int] = {}
         self._due: dict[str, int] = {}
         self._stopped = False
+        self.paused = False
+        """While true, no further task is handed out."""
 
     def stop(self) -> None:
-        """Hand out no further task."""
+        """Hand out no further task, ever."""
         self._stopped = True
+
+    @property
+    def envs(self) -> list[str]:
+        """Envs that can be evaluated."""
+        return [plan.env for plan in self._plans]
+
+    def ask(self, env: str, version: int) -> None:
+        """An evaluation is wanted beside those that come by steps; one that is due already counts as this one."""
+        self._due.setdefault(env, version)
 
     @property
     def active(self) -> list[Evaluation]:
@@ -98,7 +109,7 @@ class Evaluations:
 
     def next_eval(self, eligible: Collection[str]) -> EvalTask | None:
         """The next task of the oldest evaluation that has one left."""
-        for evaluation in () if self._stopped else self._active:
+        for evaluation in () if self._stopped or self.paused else self._active:
             plan = evaluation.plan
             if evaluation.next_index < plan.num_examples and plan.env in eligible:
                 index = evaluation.next_index

@@ -26,6 +26,8 @@ MOST_WAITING = 1000
 """Lines in front of a tracker; a step has one, so that this is hours of most runs."""
 CLOSE_S = 10.0
 """How long the end of a run waits for its trackers."""
+THREAD = "tracker "
+"""What the names of their threads begin with."""
 SILENT_S = 30.0
 """A tracker that has not come back from a call for so long is worth a word."""
 
@@ -38,6 +40,20 @@ class TrackerSetup:
     make: Callable[[], Tracker]
 
 
+Rows = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRule:
+    """Sample rollouts: `read` gives those of a step, asked in a tracker's thread for the first step and every `interval`."""
+
+    read: Callable[[int], Rows]
+    interval: int
+
+    def due(self, step: int) -> bool:
+        return step == 1 or step % self.interval == 0
+
+
 class Feed:
     """One tracker, its thread and its queue."""
 
@@ -46,6 +62,7 @@ class Feed:
         setup: TrackerSetup,
         begin: Callable[[Tracker], None],
         *,
+        samples: SampleRule | None,
         most_waiting: int,
         silent_s: float,
         clock: Callable[[], float],
@@ -53,6 +70,7 @@ class Feed:
         self.name = setup.name
         self._setup = setup
         self._begin = begin
+        self._samples = samples
         self._most_waiting = most_waiting
         self._silent_s = silent_s
         self._clock = clock
@@ -64,7 +82,7 @@ class Feed:
         self._lost = 0
         self._error = ""
         self._counting = threading.Lock()
-        self._thread = threading.Thread(target=self._run, name=f"tracker {self.name}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"{THREAD}{self.name}", daemon=True)
         self._thread.start()
 
     def tell(self, line: Mapping[str, Any]) -> None:
@@ -115,10 +133,25 @@ class Feed:
                 self._lose("track.off", self._error)
             elif self._call(pass_on, tracker, line):
                 self._logged += 1
+                self._call(self._show_samples, tracker, line)
             else:
                 self._lose("track.failed", self._error)
         if tracker is not None:
             self._call(tracker.close)
+
+    def _show_samples(self, tracker: Tracker, line: Mapping[str, Any]) -> None:
+        """A few rollouts of the step, for a tracker that shows any."""
+        shows = type(tracker).log_samples is not Tracker.log_samples
+        if (
+            not shows
+            or self._samples is None
+            or line["kind"] != "step"
+            or not self._samples.due(line["step"])
+        ):
+            return
+        rows = self._samples.read(line["step"])
+        if rows:
+            tracker.log_samples(line["step"], rows)
 
     def _call(self, call: Callable[..., None], *arguments: object) -> bool:
         self._called_at = self._clock()
@@ -155,15 +188,18 @@ class Feed:
         return f"it has not come back for {self._clock() - since:.0f} s"
 
 
+def any_left_behind() -> bool:
+    """Whether a tracker of this process is still in a call after all have had their time to close."""
+    return any(thread.name.startswith(THREAD) for thread in threading.enumerate())
+
+
 def pass_on(tracker: Tracker, line: Mapping[str, Any]) -> None:
     """Tell a tracker a line of metrics.jsonl, as the call that it stands for."""
     match line["kind"]:
         case "step":
             tracker.log(line["step"], flat_step(line))
         case "eval":
-            tracker.log_eval(line["step"], line["env"], flat_eval(line))
-        case "samples":
-            tracker.log_samples(line["step"], line["rows"])
+            tracker.log_eval(line["step"], line["env"].removeprefix("eval-"), flat_eval(line))
 
 
 class Trackers:
@@ -176,6 +212,7 @@ class Trackers:
         config: Mapping[str, Any],
         run_id: str,
         resumed: bool,
+        samples: SampleRule | None = None,
         close_s: float = CLOSE_S,
         most_waiting: int = MOST_WAITING,
         silent_s: float = SILENT_S,
@@ -187,6 +224,7 @@ class Trackers:
             Feed(
                 setup,
                 lambda tracker: tracker.start(config, run_id, resumed),
+                samples=samples,
                 most_waiting=most_waiting,
                 silent_s=silent_s,
                 clock=clock,

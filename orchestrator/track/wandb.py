@@ -12,6 +12,9 @@ import wandb  # type: ignore[import-not-found]  # an extra
 
 from orchestrator.track.tracker import Tracker
 
+QUIET = {"console": "off", "silent": True, "disable_git": True, "x_disable_meta": True}
+"""The terminal stays the display's. Metadata would have the command line, whose overrides may hold what is secret."""
+
 
 class WandbTracker(Tracker):
     """`options` are those of wandb.init: project, entity, name, group, tags, mode."""
@@ -29,7 +32,7 @@ class WandbTracker(Tracker):
             resume="allow",
             config=dict(config),
             dir=str(self._directory),
-            settings=wandb.Settings(console="off", silent=True, disable_git=True),
+            settings=wandb.Settings(**_known(QUIET)),
             **self._options,
         )
         self._run.define_metric("step")
@@ -47,3 +50,8 @@ class WandbTracker(Tracker):
     def close(self) -> None:
         if self._run is not None:
             self._run.finish()
+
+
+def _known(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Those that this release of the library has."""
+    return {name: value for name, value in settings.items() if name in wandb.Settings.model_fields}

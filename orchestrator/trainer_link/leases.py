@@ -261,7 +261,7 @@ class Leases:
         elif message.after > self.last_step:
             reason = (
                 f"rank {rank.number} asks for step {message.after + 1}, but the run's last batch is step {self.last_step}; "
-                "does the trainer's checkpoint belong to another run?"
+                "does the trainer's checkpoint belong to another run, or was the run set back?"
             )
             self._transport.send(rank.peer, Missing(message.id, reason))
         elif self._finished is not None:
@@ -286,8 +286,8 @@ class Leases:
         available = sorted([*self._kept, *self._leased])
         kept = f"steps {available[0]} to {available[-1]} are" if available else "none is"
         return (
-            f"the batch of step {step} is no longer kept ({kept}); raise trainer.keep_batches, or resume the trainer from a "
-            "later checkpoint"
+            f"the batch of step {step} is no longer kept ({kept}); resume the trainer from a later checkpoint, or set the run "
+            f"back with `orchestrator run CONFIG --rewind-to {step - 1}` (and raise trainer.keep_batches for the next time)"
         )
 
     def _ack(self, rank: Rank, message: Ack) -> None:

@@ -2,7 +2,7 @@
 
 `metrics` exports the table, `metrics_reference` writes docs/metrics.md from it, and a test holds dashboard and alerts
 to it. The number of series is bounded: envs, domains and endpoints are those of the configuration, kinds of failures and
-reported numbers are bounded where they are counted, and names that an environment makes up are capped here.
+reported numbers are bounded where they are counted, and so are the metrics that an environment makes up.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -11,7 +11,8 @@ from typing import Literal
 
 from orchestrator.dispatch.ledger import Ledger
 from orchestrator.dispatch.waits import WaitKind
-from orchestrator.facts import DomainStatus, EndpointStatus, EnvStatus, Status
+from orchestrator.facts import DomainStatus, EndpointStatus, EnvStatus, EnvStep, Spread, Status
+from orchestrator.facts.interval import MOST_METRICS
 
 STATES = ("starting", "running", "draining", "finished")
 """Of a run; a series for each, so that a dashboard can show how long it was in which."""
@@ -85,6 +86,46 @@ def _dropped(status: Status, _: Ledger) -> Iterator[Sample]:
     return (((env, reason), n) for env, found in status.envs.items() for reason, n in found.dropped.items())
 
 
+def _spread(name: str, meaning: str, read: Callable[[EnvStep], Spread | None]) -> Family:
+    """Quantiles of an env's last step; `quantile` is 0.5, 0.9, 0.99 or 1, the largest."""
+
+    def samples(status: Status, _: Ledger) -> Iterator[Sample]:
+        for env, found in status.envs.items():
+            spread = None if found.last is None else read(found.last)
+            if spread is not None:
+                for quantile, value in (
+                    ("0.5", spread.p50),
+                    ("0.9", spread.p90),
+                    ("0.99", spread.p99),
+                    ("1", spread.max),
+                ):
+                    yield (env, quantile), value
+
+    return Family(name, "gauge", ("env", "quantile"), meaning, samples)
+
+
+def _env_metrics(status: Status, _: Ledger) -> Iterator[Sample]:
+    return (
+        ((env, name), value)
+        for env, found in status.envs.items()
+        if found.last is not None
+        for name, value in list(found.last.metrics.items())[:MOST_METRICS]
+    )
+
+
+def _step_times(status: Status, _: Ledger) -> Iterator[Sample]:
+    times = {} if status.last is None else status.last.time
+    return (((what,), seconds) for what, seconds in times.items())
+
+
+def _mean_age(status: Status) -> float | None:
+    """Of the last batch's sequences."""
+    if status.last is None or not sum(status.last.staleness):
+        return None
+    ages = status.last.staleness
+    return sum(age * n for age, n in enumerate(ages)) / sum(ages)
+
+
 def _eval_scores(status: Status, _: Ledger) -> Iterator[Sample]:
     return (
         ((env, name), value)
@@ -131,6 +172,10 @@ _RUN = [
     _of_run("inflight", "Rollouts in flight", lambda status: status.inflight),
     _of_run("inflight_limit", "Most rollouts in flight", lambda status: status.limit),
     _of_run("rollouts_per_second", "Rollouts completed in the last seconds", lambda s: s.rollouts_per_s),
+    _of_run(
+        "tokens_per_second", "Tokens of rollouts completed in the last seconds", lambda s: s.tokens_per_s
+    ),
+    _of_run("eta_seconds", "Time until the last step is formed, where max_steps is set", lambda s: s.eta_s),
     _of_run("queued_sequences", "Sequences that wait for a batch", lambda status: status.queued_sequences),
     _of_run(
         "batch_size",
@@ -147,7 +192,26 @@ _RUN = [
         "Largest age in versions of what was trained on",
         lambda status: status.staleness.get("max"),
     ),
+    _of_run("step_staleness_versions_mean", "Mean age in versions of the last batch's sequences", _mean_age),
     _of_run("staleness_limit_versions", "staleness.max_versions", lambda status: status.max_versions),
+    _of_run("step_tokens", "Tokens of the last batch", lambda s: None if s.last is None else s.last.tokens),
+    _of_run(
+        "truncated_share",
+        "Share of the last batch's sequences that a length limit cut",
+        lambda s: None if s.last is None else s.last.truncated,
+    ),
+    _of_run(
+        "filtered_share",
+        "Share of the rollouts before the last step whose group had equal rewards",
+        lambda s: None if s.last is None else s.last.filtered,
+    ),
+    Family(
+        "step_seconds",
+        "gauge",
+        ("spent",),
+        "Seconds before the last step, by what they went to: rollouts, trainer, weights or paused",
+        _step_times,
+    ),
     Family(
         "trainer_reported",
         "gauge",
@@ -212,6 +276,28 @@ _ENVS = [
         "1 while batches are formed without the env's minimum",
         lambda env: float(bool(env.minimum_waived)),
     ),
+    _spread(
+        "env_rollout_seconds",
+        "Time of the env's rollouts that came back before the last step, by quantile (0.5, 0.9, 0.99, 1)",
+        lambda step: step.latency_s,
+    ),
+    _spread(
+        "env_sequence_tokens",
+        "Tokens of the env's sequences in the last step, by quantile (0.5, 0.9, 0.99, 1)",
+        lambda step: step.length,
+    ),
+    _of_env(
+        "env_truncated_share",
+        "Share of the env's sequences in the last step that a length limit cut",
+        lambda env: None if env.last is None else env.last.truncated,
+    ),
+    Family(
+        "env_metric",
+        "gauge",
+        ("env", "name"),
+        f"Mean of an environment's own metric before the last step ({MOST_METRICS} names for each env at most)",
+        _env_metrics,
+    ),
     _of_env("env_servers", "Servers that the env should have", lambda env: env.servers),
     _of_env("env_servers_ready", "Servers of the env that are ready", lambda env: env.servers_ready),
     _of_env("env_restarts", "Restarts of env servers", lambda env: env.restarts, "counter"),
@@ -268,6 +354,13 @@ _PROCESS = [
     _of_run("journal_backlog_bytes", "Bytes that wait for the disk", lambda s: s.journal_backlog_bytes),
     _of_run(
         "disk_free_bytes", "Free bytes of the disk that has the run directory", lambda s: s.disk_free_bytes
+    ),
+    Family(
+        "tracker_lost_lines",
+        "counter",
+        ("tracker",),
+        "Steps and evaluations that a tracker did not take",
+        lambda status, _: [((tracker.name,), tracker.lost) for tracker in status.trackers],
     ),
 ]
 

@@ -12,6 +12,7 @@ import asyncio
 import hmac
 import ipaddress
 import socket
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from http import HTTPStatus
@@ -30,6 +31,8 @@ MAX_CONNECTIONS = 256
 MAX_BODY_BYTES = 64 * 1024
 IDLE_S = 60.0
 """A connection without a whole request for so long is closed, whether it is silent, slow to ask or slow to read."""
+METRICS_S = 1.0
+"""Scrapers that come within so long of each other get the same text: making it costs milliseconds of the event loop."""
 _SHUTDOWN_S = 2.0
 
 Handler = Callable[["Request"], Awaitable[web.StreamResponse]]
@@ -40,13 +43,14 @@ log = structlog.get_logger()
 class Request(web.BaseRequest):
     """A request whose answer may be written piece by piece."""
 
-    def stay_open_if_read(self) -> None:
-        """Call it before each piece: the idle time begins anew if the client has taken all that was written."""
-        if (
-            self.transport is not None
-            and self.transport.get_write_buffer_size() == 0
-            and isinstance(self.protocol, _Connection)
-        ):
+    @property
+    def is_read(self) -> bool:
+        """Whether the client has taken all that was written so far."""
+        return self.transport is not None and self.transport.get_write_buffer_size() == 0
+
+    def stay_open(self) -> None:
+        """The idle time begins anew; call it before a piece, if what came before it was read."""
+        if isinstance(self.protocol, _Connection):
             self.protocol.postpone_deadline()
 
 
@@ -106,8 +110,15 @@ class App:
         return hmac.compare_digest(given, self._expected)
 
 
-def build_app(*, status: Callable[[], Status], metrics: Callable[[], bytes], token: str | None) -> App:
+def build_app(
+    *,
+    status: Callable[[], Status],
+    metrics: Callable[[], bytes],
+    token: str | None,
+    clock: Callable[[], float] = time.monotonic,
+) -> App:
     """What probes, scrapers and `orchestrator status` ask for."""
+    scraped: tuple[float, bytes] = (float("-inf"), b"")
 
     async def healthz(_: Request) -> web.Response:
         return line(200, "ok")
@@ -120,8 +131,11 @@ def build_app(*, status: Callable[[], Status], metrics: Callable[[], bytes], tok
         return web.Response(body=msgspec.json.encode(status()), content_type="application/json")
 
     async def prometheus(_: Request) -> web.Response:
+        nonlocal scraped
+        if clock() - scraped[0] >= METRICS_S:
+            scraped = (clock(), metrics())
         return web.Response(
-            body=metrics(), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
+            body=scraped[1], headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
         )
 
     app = App(token=token)
@@ -173,7 +187,8 @@ class _Server(web.Server):
     def connection_made(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:
         super().connection_made(handler, transport)
         if len(self.connections) > self._max_connections:
-            transport.abort()
+            # Not before its task has begun to wait for a request, and before any request is read.
+            self._loop.call_soon(transport.abort)
         elif isinstance(handler, _Connection):
             handler.postpone_deadline()
 

@@ -29,15 +29,15 @@ HERE = Path(__file__).parent
 class Driver:
     """A `driver.py` in a virtualenv, asked one scenario at a time."""
 
-    def __init__(self, venv: Venv, home: Path) -> None:
+    def __init__(self, venv: Venv, home: Path, *places: Path) -> None:
         # Only `envs` of the checkout is on the path: an env server's interpreter has nothing else of ours.
         (home / "envs").symlink_to(CHECKOUT / "envs")
-        path = os.pathsep.join((str(home), str(HERE / "environments")))
+        _write_uv(home / "bin" / "uv", venv)
+        path = os.pathsep.join(map(str, (home, HERE / "environments", *places)))
         environment = {name: value for name, value in os.environ.items() if not name.endswith("API_KEY")} | {
             "PYTHONPATH": path,
-            "PATH": f"{venv.python.parent}{os.pathsep}{os.environ['PATH']}",
+            "PATH": os.pathsep.join((str(home / "bin"), str(venv.python.parent), os.environ["PATH"])),
             "HOME": str(home),
-            "UV_CACHE_DIR": str(venv.path / "uv-cache"),
             "HF_HUB_OFFLINE": "1",
             "VF_LOG_LEVEL": "ERROR",
             "PYTHONHASHSEED": "0",  # as in every env server
@@ -105,12 +105,27 @@ class Driver:
             self._log.close()
 
 
-def driver(venv: Venv) -> Iterator[Driver]:
+def _write_uv(path: Path, venv: Venv) -> None:
+    """A `uv` that resolves nothing: what the libraries' own programs need is in the virtualenv.
+
+    The real one asks the package index at the start of every program, which a test must not depend on.
+    """
+    path.parent.mkdir()
+    path.write_text(
+        f'#!/bin/sh\ncase "$*" in\n*--help*) echo --script ;;\n"python find"*) echo {venv.python} ;;\n'
+        '"sync --script"*) ;;\n*) echo "not for tests: uv $*" >&2; exit 1 ;;\nesac\n',
+        encoding="utf-8",
+    )
+    path.chmod(0o755)
+
+
+def driver(venv: Venv, *places: Path) -> Iterator[Driver]:
+    """One for as long as a test has it; `places` are searched for modules too."""
     reason = venv.missing()
     if reason:
         pytest.skip(reason)
     with tempfile.TemporaryDirectory() as home:
-        running = Driver(venv, Path(home))
+        running = Driver(venv, Path(home), *places)
         yield running
         running.close()
 

@@ -78,6 +78,18 @@ def test_tokens_are_the_engines_where_the_environment_tokenised_the_text_again(a
         assert logprobs[-2] == pytest.approx(-ord(reply[-1]) / 1000)
 
 
+def test_a_reply_of_nothing_and_one_with_a_special_token_are_found_too(atropos: Driver) -> None:
+    """What the environment's tokenizer leaves out of its text does not make the reply somebody else's."""
+    turns = [[{"content": ""}, {"content": "what? me"}, {"content": "enots"}]]
+    answer = group(atropos, "Reversing", turns=turns)
+    assert sorted(zip(replies(answer), rewards(answer), strict=True)) == [
+        ("", 0.0),
+        ("enots", 1.0),
+        ("what? me", 0.0),
+    ]
+    assert sorted(tokens[-2] for tokens, _, _ in sequences(answer)) == [ord("a"), ord("e"), ord("s")]
+
+
 def test_nodes_of_the_managed_server_have_the_engines_tokens_and_what_is_left_out_weighs_nothing(
     atropos: Driver,
 ) -> None:

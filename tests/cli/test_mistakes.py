@@ -123,12 +123,26 @@ MISTAKES: dict[str, Mistake] = {
     "an advantage that is not there": Mistake(RUN, 'dispatch.advantage: "gpro" is not one of grpo', swap=("[batch]", '[dispatch]\nadvantage = "gpro"\n[batch]')),
     "a weight update that is not there": Mistake(RUN, 'inference.weight_update: "nccl" is not one of', swap=("[batch]", '[inference]\nweight_update = "nccl"\n[batch]')),
     "a misspelt sampling parameter": Mistake(RUN, 'did you mean "temperature"?', swap=("group_size = 8", "group_size = 8\nsampling = { temprature = 1 }")),
+    "a tracker that is not there": Mistake(RUN, 'track.use: "wnadb" is not one of tensorboard, wandb', swap=("[batch]", '[track]\nuse = ["wnadb"]\n[batch]')),
+    "a tracker whose library is missing": Mistake(CHECK, 'pip install "rollout-orchestrator[wandb]"', swap=("[batch]", '[track]\nuse = ["wandb"]\n[batch]')),
+    "a tracker's module that raises": Mistake(
+        RUN, "raising_tracker.py, line 4", swap=("[batch]", '[track]\nuse = ["raising_tracker:Mine"]\n[batch]'), files={"raising_tracker.py": RAISING}
+    ),
+    "a tracker twice": Mistake(RUN, 'track.use: "tensorboard" is there more than once', swap=("[batch]", '[track]\nuse = ["tensorboard", "tensorboard"]\n[batch]')),
+    "options of a tracker that is not used": Mistake(
+        RUN, 'track.options."m:Trackr": track.use does not name it; did you mean "m:Tracker"?',
+        swap=("[batch]", '[track]\nuse = ["m:Tracker"]\noptions = { "m:Trackr" = {} }\n[batch]'),
+    ),
+    "options of wandb where they do not belong": Mistake(
+        RUN, "its settings belong into [track.wandb]", swap=("[batch]", '[track]\nuse = ["wandb"]\noptions = { wandb = { project = "x" } }\n[batch]')
+    ),
+    "a setting that wandb lacks here": Mistake(RUN, 'track.wandb.projct: unknown key; did you mean "project"?', swap=("[batch]", '[track.wandb]\nprojct = "x"\n[batch]')),
     # --- the command line
     "an unknown command": Mistake("rum config.toml", "invalid choice: 'rum'"),
     "an override without a value": Mistake(f"{RUN} --batch.size", "--batch.size: has no value"),
     "an override of a misspelt env": Mistake(f"{RUN} --train.env.maths.ratio 1", 'there is no item "maths"; did you mean "math"?'),
     "an override of the wrong type": Mistake(f"{RUN} --batch.size many", "(set by --batch.size)"),
-    "a misspelt variable": Mistake(RUN, 'no such setting "btach"; did you mean "batch"?', variables={"ORCHESTRATOR__BTACH__SIZE": "1"}),
+    "a misspelt variable": Mistake(RUN, 'no such setting "btch"; did you mean "batch"?', variables={"ORCHESTRATOR__BTCH__SIZE": "1"}),
     "a variable of the wrong type": Mistake(RUN, "(set by ORCHESTRATOR__BATCH__SIZE)", variables={"ORCHESTRATOR__BATCH__SIZE": "x"}),
     "nothing to evaluate": Mistake("eval config.toml", "there is nothing to evaluate; add an [[eval.env]]"),
     "a simulation of another env": Mistake("simulate config.toml --latency maths=5", 'no train env is named "maths"; there are: math, code'),

@@ -13,7 +13,7 @@ from orchestrator.config.reference import describe_type, render_reference
 from orchestrator.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
-CONFIGS = sorted((ROOT / "configs").glob("*.toml"))
+CONFIGS = sorted((ROOT / "configs").rglob("*.toml"))
 
 BASE = """
 [local]
@@ -398,7 +398,7 @@ class TestMistakes:
     @pytest.mark.parametrize(
         ("name", "value", "where", "what"),
         [
-            ("ORCHESTRATOR__BTACH__SIZE", "1", "ORCHESTRATOR__BTACH__SIZE", 'did you mean "batch"?'),
+            ("ORCHESTRATOR__BTCH__SIZE", "1", "ORCHESTRATOR__BTCH__SIZE", 'did you mean "batch"?'),
             ("ORCHESTRATOR__BATCH__SISE", "1", "batch.sise", 'did you mean "size"?'),
             ("ORCHESTRATOR__BATCH__SIZE", "x", "batch.size", "valid integer"),
             ("ORCHESTRATOR__TRAIN", "{", "ORCHESTRATOR__TRAIN", "train is a table, given as JSON"),

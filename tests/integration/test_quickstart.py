@@ -74,3 +74,25 @@ async def test_a_killed_quickstart_leaves_no_process_behind_and_continues(tmp_pa
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert (summary["steps"], summary["sequences"]) == (8, 8 * 128)
     assert "trainer.weights_missing" not in (tmp_path / "run" / "logs" / "trainer.log").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+async def test_a_run_is_set_back_to_an_earlier_step_and_trains_on_from_there(tmp_path: Path) -> None:
+    """Its weights are loaded, later steps come anew, and all counts are those of one run of eight steps."""
+    arguments = ("run", QUICKSTART, "--run_dir", tmp_path / "run", "--max_steps", "8")
+    command = await run_command(*arguments, logs=tmp_path / "first")
+    assert command.process.returncode == 0, command.errors()[-3000:]
+    # The trainer of the quickstart keeps four checkpoints.
+    command = await run_command(*arguments, "--rewind-to", "1", logs=tmp_path / "refused")
+    assert command.process.returncode == 6
+    assert "there are weights of steps 5, 6, 7, 8" in command.errors()
+    command = await run_command(*arguments, "--rewind-to", "5", logs=tmp_path / "second")
+    assert command.process.returncode == 0, command.errors()[-3000:]
+    [rewound] = command.events("run.rewound")
+    assert (rewound["last_step"], rewound["step"], rewound["version"], rewound["batches"]) == (8, 5, 5, 3)
+    assert [event["step"] for event in command.events("batch.formed")] == [6, 7, 8]
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["steps"], summary["version"], summary["sequences"]) == (8, 8, 8 * 128)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if line["kind"] == "step"] == list(range(1, 9))

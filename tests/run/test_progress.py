@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, note, settings
 from orchestrator.dispatch.ledger import Lane
 from orchestrator.simulate.world import Behaviour
 from orchestrator.tasks.evaluations import EvalPlan
-from tests.support.scenarios import Env, Scenario, check, explain, play, scenarios, thrown_away
+from tests.support.scenarios import Env, Scenario, check, explain, play, scenarios, steered, thrown_away
 from tests.support.worlds import NEVER, make_world
 
 EXAMPLES = int(os.environ.get("PROGRESS_EXAMPLES", "600"))
@@ -354,3 +354,21 @@ def test_one_rollout_in_fifty_that_hangs_holds_no_batch_for_long() -> None:
     played = play(scenario)
     assert played.finished, played.why
     assert played.world.now < 1200.0
+
+
+@pytest.mark.timeout(300)
+@settings(max_examples=25, **search)
+@given(scenario=steered())
+def test_a_run_that_a_person_keeps_changing_finishes(scenario: Scenario) -> None:
+    """Pauses, ratios, quarantines, limits and inference servers, changed at any moment, never stop it for good."""
+    check(scenario, play(scenario))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@settings(max_examples=EXAMPLES, **search)
+@given(scenario=steered())
+def test_many_runs_that_a_person_keeps_changing_finish(scenario: Scenario) -> None:
+    """The same, searched for longer."""
+    note(repr(scenario))
+    check(scenario, play(scenario))

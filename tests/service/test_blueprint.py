@@ -14,7 +14,7 @@ from orchestrator.inference import NEUTRAL
 from orchestrator.journal import EnvIdentity, digest_of
 from orchestrator.run.build import build_buffer
 from orchestrator.run.settings import RunSettings
-from orchestrator.service import blueprint, env_blueprint, secrets
+from orchestrator.service import blueprint, env_blueprint, secrets, track_blueprint
 from orchestrator.simulate.world import Behaviour, World
 
 
@@ -183,7 +183,7 @@ def connected(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def settings_of(made: Config) -> RunSettings:
     return blueprint.build_settings(
-        made, env_blueprint.build_train_envs(made), env_blueprint.build_eval_envs(made)
+        made, env_blueprint.build_train_envs(made), env_blueprint.build_eval_envs(made), endpoints=[]
     )
 
 
@@ -239,3 +239,77 @@ def test_the_identity_of_a_run_is_what_decides_its_tasks() -> None:
     assert identity.seed == 7
     assert identity.envs["a"] == EnvIdentity("reverse", "hard", 100, digest_of({"length": 3}), {"0": 5})
     assert identity.envs["b"].id == "reverse, agree"
+
+
+def test_trackers_see_the_configuration_without_what_is_secret() -> None:
+    """Names of variables stay, since they are only names; arguments that are called a secret and credentials do not."""
+    made = config(
+        local=None,
+        inference={"base_urls": ["http://user:sesame@10.0.0.7:8000/v1"], "api_key_env": "MY_KEY"},
+        http={"token_env": "HTTP_TOKEN"},
+        train={
+            "sampling": {"max_tokens": 16},
+            "env": [
+                {
+                    "id": "reverse",
+                    "args": {"judge": {"api_key": "sesame", "OPENAI_API_KEY": "sesame"}, "length": 4},
+                }
+            ],
+        },
+        track={"use": ["m:T"], "options": {"m:T": {"token": "sesame", "url": "https://a:sesame@b/c"}}},
+    )
+    shown = track_blueprint.shown_config(made)
+    assert "sesame" not in str(shown)
+    assert shown["inference"]["base_urls"] == ["http://10.0.0.7:8000/v1"]
+    assert shown["inference"]["api_key_env"] == "MY_KEY"
+    assert shown["http"]["token_env"] == "HTTP_TOKEN"
+    assert shown["train"]["sampling"] == {"max_tokens": 16}
+    assert shown["train"]["env"][0]["args"]["length"] == 4
+    assert shown["track"]["options"]["m:T"]["url"] == "https://b/c"
+
+
+def test_what_trackers_are_made_with_is_below_the_run_directory() -> None:
+    """Unless the configuration says otherwise; unset settings are left to the library."""
+    made = config(run_dir="runs/one", track={"use": [], "wandb": {"project": "p", "tags": ["a"]}})
+    options = track_blueprint.tracker_options(made, "wandb")
+    directory = str(Path("runs/one").resolve())
+    assert options == {"name": "one", "project": "p", "tags": ["a"], "directory": directory}
+    assert track_blueprint.tracker_options(made, "tensorboard") == {"directory": f"{directory}/tensorboard"}
+
+
+@pytest.mark.usefixtures("connected")
+@pytest.mark.parametrize(
+    ("tables", "sections", "ratios", "why"),
+    [
+        ([{"ratio": 1.0}, {"ratio": 1.0}], {}, {"e0": 0.0, "e1": 0.0}, "every ratio is 0"),
+        ([{}, {}], {}, {"e0": 1.0}, "either every env sets a ratio or none does"),
+        ([{"ratio": 1.0, "min_batch_allocation": 0.2}, {"ratio": 1.0}], {}, {"e0": 0.0}, "its ratio is 0"),
+        (
+            [{"ratio": 1.0, "group_size": 12}, {"ratio": 1.0, "group_size": 4}],
+            {"batch": {"size": 16, "quotas": True, "on_starved": "wait", "on_stuck": "wait"}},
+            {"e1": 0.0},
+            "batch.size: no number of whole groups of 12 ever sums to 16",
+        ),
+    ],
+)
+def test_ratios_of_a_running_run_are_checked_like_those_of_a_configuration(
+    tables: list[dict[str, Any]], sections: dict[str, Any], ratios: dict[str, float], why: str
+) -> None:
+    """With minimums, quotas and sizes; the ones that hold are not touched."""
+    envs = [{"id": "reverse", "name": f"e{i}", **table} for i, table in enumerate(tables)]
+    made = config(train={"env": envs}, **sections)
+    changeable = settings_of(made).changeable
+    with pytest.raises(ConfigError, match=why):
+        changeable.targets(ratios)
+    assert changeable.ratios == {
+        name: table.get("ratio") for name, table in zip(["e0", "e1"], tables, strict=True)
+    }
+
+
+@pytest.mark.usefixtures("connected")
+def test_a_ratio_counts_within_its_domain() -> None:
+    """As it does in a configuration that gives targets by domain."""
+    envs = [{"id": "reverse", "name": f"e{i}", "ratio": 1.0} for i in range(3)]
+    domains = {"e0": 0.5, "e1": 0.25, "e2": 0.25}
+    made = config(train={"env": envs}, mix={"domains": domains})
+    assert settings_of(made).changeable.targets({"e0": 7.0}) == pytest.approx(domains)

@@ -2,7 +2,9 @@
 
 import random
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from hypothesis import strategies as st
@@ -12,6 +14,7 @@ from orchestrator.groups.scoring import mean
 from orchestrator.run.settings import BatchSettings, Limits, RunSettings, TrainEnvSettings
 from orchestrator.run.status import build_status
 from orchestrator.simulate.world import Behaviour, World
+from tests.support.worlds import changeable
 
 STEPS = 10
 
@@ -57,10 +60,26 @@ class Scenario:
     kills: tuple[float, ...] = ()
     server_deaths: tuple[float, ...] = ()
     endpoint_losses: tuple[float, ...] = ()
+    commands: tuple[tuple[float, Mapping[str, Any]], ...] = ()
+    """What a person says, and when."""
     seed: int = 0
 
     def settings(self) -> RunSettings:
         total = sum(env.ratio for env in self.envs)
+        train = [
+            TrainEnvSettings(
+                name=f"e{number}",
+                split="train",
+                num_tasks=None,
+                target=env.ratio / total,
+                group_size=env.group_size,
+                limits=Limits(rollout_timeout_s=600.0, group_timeout_s=1800.0, max_attempts=3),
+                minimum=0.0 if self.quotas else env.minimum,
+                max_inflight=env.max_inflight,
+                rollouts_per_minute=env.rollouts_per_minute,
+            )
+            for number, env in enumerate(self.envs)
+        ]
         return RunSettings(
             seed=self.seed,
             max_steps=STEPS,
@@ -75,20 +94,8 @@ class Scenario:
             ),
             max_versions=self.max_versions,
             mode=self.mode,  # type: ignore[arg-type]  # same
-            train=[
-                TrainEnvSettings(
-                    name=f"e{number}",
-                    split="train",
-                    num_tasks=None,
-                    target=env.ratio / total,
-                    group_size=env.group_size,
-                    limits=Limits(rollout_timeout_s=600.0, group_timeout_s=1800.0, max_attempts=3),
-                    minimum=0.0 if self.quotas else env.minimum,
-                    max_inflight=env.max_inflight,
-                    rollouts_per_minute=env.rollouts_per_minute,
-                )
-                for number, env in enumerate(self.envs)
-            ],
+            train=train,
+            changeable=changeable(train, max_inflight=self.max_inflight),
             rules=Rules(
                 backoff_s=0.5, max_backoff_s=30.0, min_valid=self.min_valid, extra_rollouts=0, ramp_s=0.0
             ),
@@ -119,6 +126,8 @@ class Scenario:
             world.at(time_s, lambda env=env, server=server: world.kill_server(env, server, away_s=5.0))  # type: ignore[misc]  # binds the loop's values
         for time_s in self.endpoint_losses:
             world.at(time_s, lambda: world.lose_endpoint(away_s=7.0))
+        for time_s, command in self.commands:
+            world.at(time_s, partial(world.tell, command))
         return world
 
 
@@ -225,6 +234,34 @@ def _env(draw: st.DrawFn, batch_size: int) -> Env:
         max_inflight=draw(st.sampled_from([None, None, None, 4, 16])),
         rollouts_per_minute=draw(st.sampled_from([None, None, None, 60.0, 600.0])),
     )
+
+
+def commands(names: Sequence[str]) -> st.SearchStrategy[Mapping[str, Any]]:
+    """Anything that a person may say, sensible or not."""
+    env = st.sampled_from([*names, "nobody"])
+    ratio = st.sampled_from([0.0, 0.2, 1.0, 3.0, -1.0])
+    urls = st.sampled_from([f"http://virtual{number}/v1" for number in ("", 1, 2)])
+    return st.one_of(
+        st.sampled_from(["pause", "pause", "resume"]).map(lambda name: {"command": name}),
+        st.dictionaries(env, ratio, min_size=1).map(lambda envs: {"command": "ratio", "envs": envs}),
+        env.map(lambda name: {"command": "quarantine", "env": name}),
+        env.map(lambda name: {"command": "restore", "env": name}),
+        st.just({"command": "eval"}),
+        st.sampled_from([0, 1, 4, 64, 200]).map(lambda n: {"command": "max-inflight", "value": n}),
+        st.tuples(st.sampled_from(["add", "remove"]), urls).map(
+            lambda asked: {"command": "endpoint", "action": asked[0], "url": asked[1]}
+        ),
+    )
+
+
+@st.composite
+def steered(draw: st.DrawFn) -> Scenario:
+    """Any run with a person who keeps changing it; at the end of all that, it is not paused."""
+    scenario = draw(scenarios())
+    names = [f"e{number}" for number in range(len(scenario.envs))]
+    times = st.floats(0.0, 60.0).map(lambda x: round(x, 1))
+    said = draw(st.lists(st.tuples(times, commands(names)), max_size=12))
+    return replace(scenario, commands=(*said, (90.0, {"command": "resume"})))
 
 
 @st.composite

@@ -15,8 +15,16 @@ from orchestrator.dispatch.ports import Rules
 from orchestrator.dispatch.waits import Wait, WaitKind
 from orchestrator.dispatch.work import Attempt, PendingGroup
 from orchestrator.groups.scoring import mean
+from orchestrator.mix import EnvShare, mix_targets
 from orchestrator.run.parts import Parts
-from orchestrator.run.settings import BatchSettings, EvalEnvSettings, Limits, RunSettings, TrainEnvSettings
+from orchestrator.run.settings import (
+    BatchSettings,
+    Changeable,
+    EvalEnvSettings,
+    Limits,
+    RunSettings,
+    TrainEnvSettings,
+)
 from orchestrator.run.waits import find_waits
 from orchestrator.simulate.world import Behaviour, World
 from orchestrator.tasks.evaluations import EvalPlan
@@ -59,6 +67,24 @@ def _taken(options: dict[str, Any], defaults: Mapping[str, Any]) -> dict[str, An
     return {name: options.pop(name, value) for name, value in defaults.items()}
 
 
+def changeable(train: Sequence[TrainEnvSettings], *, max_inflight: int = 64) -> Changeable:
+    """What a configuration of these envs would say: their targets are their ratios."""
+
+    def targets(ratios: Mapping[str, float]) -> dict[str, float]:
+        shares = [
+            EnvShare(env.name, ratios.get(env.name, env.target), None, env.minimum, env.group_size)
+            for env in train
+        ]
+        return dict(zip((env.name for env in train), mix_targets(shares), strict=True))
+
+    return Changeable(
+        ratios={env.name: env.target for env in train},
+        targets=targets,
+        max_inflight=max_inflight,
+        endpoints=["http://virtual/v1"],
+    )
+
+
 def make_settings(
     names: Sequence[str],
     *,
@@ -81,10 +107,12 @@ def make_settings(
         "group_size": group_size,
         "limits": limits,
     }
+    envs = [TrainEnvSettings(name=name, **{**plain, **(train or {}).get(name, {})}) for name in names]
     return RunSettings(
         batch=batch,
         rules=rules,
-        train=[TrainEnvSettings(name=name, **{**plain, **(train or {}).get(name, {})}) for name in names],
+        train=envs,
+        changeable=changeable(envs),
         evals=[EvalEnvSettings(plan=plan, limits=limits) for plan in evals],
         **whole,
     )
@@ -98,7 +126,7 @@ class TestedWorld(World):
     def turn(self) -> None:
         super().turn()
         assert self.ledger.balances()
-        assert self.pool.endpoint.inflight == self.ledger.total_inflight
+        assert sum(one.inflight for one in self.pool.endpoints) == self.ledger.total_inflight
         assert all(server.used >= 0 for env in self.envs.values() for server in env._servers)
 
     @property

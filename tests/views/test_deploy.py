@@ -10,12 +10,13 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from orchestrator.dispatch.ledger import Lane, Ledger, Outcome
 from orchestrator.dispatch.waits import WaitKind
-from orchestrator.facts import ReportStatus
+from orchestrator.facts import ReportStatus, TrackerStatus
 from orchestrator.views.families import FAMILIES, STATES
 from orchestrator.views.metrics import render_metrics
 from orchestrator.views.metrics_reference import render_metrics_reference
 from tests.support.promql import OF_PROMETHEUS, grouped_by, matched_values, metrics_and_labels
 from tests.support.sample_status import env_status, sample_status
+from tests.support.sample_steps import sample_env_step, sample_step
 
 ROOT = Path(__file__).parents[2]
 ALERTS = (ROOT / "deploy" / "prometheus" / "alerts.yml").read_text(encoding="utf-8")
@@ -127,7 +128,13 @@ def test_a_parser_of_prometheus_reads_what_the_table_declares() -> None:
     told = ReportStatus(step=4, value=0.25, low=0.1, median=0.2, high=0.3, recent=[(4, 0.25)])
     evaluated = {"env": "eval-math", "step": 20, "failures": 1, "avg@2": 0.5}
     status = sample_status(
-        reports={"loss": told}, evals=[evaluated], disk_free_bytes=10**9, envs={"math": env_status()}
+        reports={"loss": told},
+        evals=[evaluated],
+        disk_free_bytes=10**9,
+        eta_s=60.0,
+        envs={"math": env_status(last=sample_env_step())},
+        last=sample_step(),
+        trackers=[TrackerStatus("wandb", logged=5, lost=2, error="offline")],
     )
     text = render_metrics(lambda: status, ledger).decode()
     parsed = {family.name: family for family in text_string_to_metric_families(text)}

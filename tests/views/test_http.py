@@ -122,6 +122,17 @@ async def test_metrics_are_served_as_prometheus_text() -> None:
         assert await reply.text() == "some_metric 1.0\n"
 
 
+async def test_many_scrapers_cost_one_rendering_a_second() -> None:
+    """Those that come within a second get the same text, later ones a new one."""
+    moments, texts = [10.0], iter([b"first 1.0\n", b"second 1.0\n"])
+    app = build_app(status=sample_status, metrics=lambda: next(texts), token=None, clock=lambda: moments[-1])
+    async with serve_http(app, host="127.0.0.1", port=0) as address:
+        site = Site(address)
+        for moment, text in ((10.0, "first"), (10.5, "first"), (10.99, "first"), (11.0, "second")):
+            moments.append(moment)
+            assert await site.get("/metrics") == (200, f"{text} 1.0\n")
+
+
 async def test_what_is_not_there_is_not_found() -> None:
     """Unknown paths and methods are refused."""
     async with serving() as site:
@@ -437,7 +448,8 @@ async def _count_slowly(request: Request) -> web.StreamResponse:
     await response.prepare(request)
     with suppress(ConnectionError):
         for i in range(1_000_000):
-            request.stay_open_if_read()
+            if request.is_read:
+                request.stay_open()
             await response.write(b"%d\n" % i)
             await asyncio.sleep(0.05)
     return response
@@ -473,7 +485,8 @@ async def test_an_answer_that_nobody_reads_ends_with_the_idle_time() -> None:
         await response.prepare(request)
         with suppress(ConnectionError):
             while True:
-                request.stay_open_if_read()
+                if request.is_read:
+                    request.stay_open()
                 await response.write(b"x" * 100_000)
                 written += 100_000
                 await asyncio.sleep(0)

@@ -5,8 +5,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from orchestrator.dispatch.ledger import Lane, Ledger, Outcome
 from orchestrator.facts import EndpointStatus, ReportStatus, Status
+from orchestrator.facts.interval import MOST_METRICS
 from orchestrator.views.metrics import render_metrics
 from tests.support.sample_status import env_status, sample_status
+from tests.support.sample_steps import sample_env_step, sample_step
 
 Sample = tuple[str, tuple[tuple[str, str], ...]]
 
@@ -96,6 +98,31 @@ def test_every_env_is_shown() -> None:
     assert found[one("sequences_total", env="b")] == 7
     assert found[one("env_restarts_total", env="a")] == 3
     assert found[one("rollouts_dropped_total", env="a", reason="equal_rewards")] == 4
+
+
+def test_the_last_step_is_shown() -> None:
+    """Quantiles of times and lengths, shares cut and filtered, ages, where the time went, and metrics by their names."""
+    status = sample_status(
+        envs={"a": env_status(last=sample_env_step()), "b": env_status()}, last=sample_step()
+    )
+    found = scraped(status)
+    quantiles = {"0.5": 2, "0.9": 3, "0.99": 4, "1": 5}
+    for name in ("env_rollout_seconds", "env_sequence_tokens"):
+        assert {q: found[one(name, env="a", quantile=q)] for q in quantiles} == quantiles
+    assert found["orchestrator_env_metric", (("env", "a"), ("name", "turns"))] == 2
+    assert found[one("env_truncated_share", env="a")] == 0.25
+    assert found[one("truncated_share")] == 0.25
+    assert found[one("filtered_share")] == 0.5
+    assert found[one("step_staleness_versions_mean")] == 1
+    assert found[one("step_seconds", spent="trainer")] == 2
+    assert not [labels for _, labels in found if ("env", "b") in labels and ("quantile", "1") in labels]
+
+
+def test_an_environment_cannot_fill_prometheus_with_names() -> None:
+    """However many metrics it makes up."""
+    many = sample_env_step(metrics={f"metric{n}": 1.0 for n in range(1000)})
+    found = scraped(sample_status(envs={"a": env_status(last=many)}))
+    assert len([name for name, _ in found if name == "orchestrator_env_metric"]) == MOST_METRICS
 
 
 def test_every_domain_is_shown() -> None:

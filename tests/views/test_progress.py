@@ -2,13 +2,15 @@
 
 import asyncio
 import io
+import re
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-from orchestrator.facts import EndpointStatus, ReportStatus
-from orchestrator.views.progress import print_summary, render, show_progress
+from orchestrator.facts import EndpointStatus, ReportStatus, TrackerStatus
+from orchestrator.views.progress import render, show_progress
+from orchestrator.views.summary import print_summary
 from tests.support.sample_status import env_status, sample_status
 
 
@@ -24,9 +26,146 @@ def shown(status: Any, width: int = 120) -> str:
 
 
 def test_the_display_shows_the_run() -> None:
-    """Step, reward, version, in flight, rate and queue are on the first line."""
-    first = " ".join(shown(sample_status()).splitlines()[0].split())
-    assert first == "step 5/20 reward 0.750 version 4 in flight 12/64 rollouts/s 37 queued 8/32 62 s"
+    """Step, reward, version, in flight, rates and queue are on the first line; the time that is left stands behind them."""
+    lines = shown(sample_status()).splitlines()
+    first = " ".join(lines[0].split())
+    assert (
+        first
+        == "step 5/20 reward 0.750 version 4 in flight 12/64 rollouts/s 37 tokens/s 9.1k queued 8/32 62 s"
+    )
+    assert lines[1].strip() == "left 13 min"
+    assert "left" not in shown(sample_status(eta_s=None))
+
+
+@pytest.mark.parametrize(
+    ("queued", "text"),
+    [(0, "queued 0/32"), (32, "queued 32/32"), (40, "queued 40 (1.2 batches)"), (168, "(5.2 batches)")],
+)
+def test_a_queue_of_more_than_a_batch_is_told_in_batches(queued: int, text: str) -> None:
+    """More than the whole would look like a mistake."""
+    assert text in shown(sample_status(queued_sequences=queued))
+
+
+def test_the_display_shows_how_rewards_went() -> None:
+    """A bar for each of the last steps, from the second step on; without bars where the encoding has none."""
+    rising = env_status(rewards=[0.0, 0.25, None, 0.75, 1.0])
+    out = shown(sample_status(envs={"math": rising, "code": env_status(rewards=[0.5])}))
+    assert "trend" in out
+    assert "▁▃ ▆█" in out
+    assert "trend" not in shown(sample_status(envs={"math": env_status(rewards=[0.5])}))
+    target = Console(file=io.TextIOWrapper(io.BytesIO(), encoding="ascii"), width=120)
+    with target.capture() as captured:
+        target.print(render(sample_status(envs={"math": rising}, reward=0.5)))
+    assert "_- +#" in captured.get()
+
+
+def test_servers_are_one_line_that_names_the_envs_that_lack_some() -> None:
+    """Inference servers and env servers, ready of all."""
+    well = env_status(servers_ready=2, servers=2)
+    assert "1/1 engines, 2/2 servers\n" in shown(sample_status(envs={"math": well}))
+    lost = EndpointStatus("http://b/v1", healthy=False, inflight=0, version=3, error="HTTP 503")
+    envs = {"math": well, **{f"e{n}": env_status(servers_ready=0, servers=1) for n in range(5)}}
+    out = shown(sample_status(envs=envs, endpoints=[lost]))
+    assert "0/1 engines, 2/7 servers (e0 0/1, e1 0/1, e2 0/1 and 2 more)" in out
+
+
+def evaluation(env: str, step: int, score: float | None) -> dict[str, Any]:
+    return {"env": f"eval-{env}", "step": step, "k": 4, "avg@4": score, "failures": 0}
+
+
+def test_the_last_evaluation_of_each_env_is_shown_with_its_change() -> None:
+    """Against the evaluation before; one without a score changes nothing."""
+    results = [
+        evaluation("math", 0, 0.25),
+        evaluation("code", 0, None),
+        evaluation("math", 10, None),
+        evaluation("math", 20, 0.5),
+        evaluation("chat", 20, 0.125),
+    ]
+    (line,) = [line for line in shown(sample_status(evals=results)).splitlines() if line.startswith("evals")]
+    assert line.split("   ")[1:] == [
+        "math avg@4 0.500 +0.250 (step 20)",
+        "code avg@4 – (step 0)",
+        "chat avg@4 0.125 (step 20)",
+    ]
+
+
+def test_trackers_and_a_full_disk_are_troubles() -> None:
+    """As long as there is one; a tracker that takes everything needs no line."""
+    trackers = [
+        TrackerStatus("wandb", 3, 2, "it has not come back for 40 s"),
+        TrackerStatus("tensorboard", 5, 0, ""),
+    ]
+    out = shown(sample_status(trackers=trackers, disk_free_bytes=400_000_000))
+    assert 'tracker "wandb": it has not come back for 40 s (2 of 5 lines lost)' in out
+    assert "tensorboard" not in out
+    assert "the disk of the run directory has 0.4 GB left" in out
+    assert "disk" not in shown(sample_status(disk_free_bytes=10**12))
+
+
+def test_what_was_changed_by_hand_is_shown() -> None:
+    """A line each, so that nobody wonders why the run is not as its configuration says; many are counted."""
+    out = shown(sample_status(changes=[f"max_inflight: {n} -> 64 (http, 12:00)" for n in range(6)]))
+    assert "by hand: max_inflight: 0 -> 64 (http, 12:00)" in out
+    assert "and 2 more changes by hand" in out
+    assert "by hand" not in shown(sample_status())
+
+
+def test_more_envs_than_lines_are_counted() -> None:
+    """On a terminal, so that what is waited for stays in the picture; what goes to a pipe or a file is whole."""
+    envs = {f"e{number}": env_status(domain=f"e{number}") for number in range(40)}
+    status = sample_status(envs=envs, waiting_for="the trainer")
+    out = io.StringIO()
+    target = Console(file=out, width=100, height=24, force_terminal=True, color_system=None)
+    target.print(render(status))
+    lines = out.getvalue().splitlines()
+    assert len(lines) <= 23
+    assert "waits for the trainer" in lines[-1]
+    rows = [line for line in lines if line.startswith("e") and not line.startswith("env")]
+    assert f"and {40 - len(rows)} more" in out.getvalue()
+    assert len(shown(status).splitlines()) > 40
+
+
+FULL: dict[str, Any] = {
+    "envs": {
+        name: env_status(rewards=[n / 60 for n in range(60)], completed=1234567, failed=76543)
+        for name in ("math", "a-name-that-is-rather-long")
+    },
+    "evals": [
+        evaluation(env, step, step / 20)
+        for step in (0, 10)
+        for env in ("math", "code-with-a-long-name", "chat")
+    ],
+    "queued_sequences": 168,
+    "reports": {
+        name: ReportStatus(step=4, value=0.123456, low=0.0, median=0.0, high=1.0, recent=[])
+        for name in ("loss", "logprob_mismatch", "entropy")
+    },
+}
+
+
+@pytest.mark.parametrize("width", [50, 80, 120])
+def test_everything_together_fits(width: int) -> None:
+    """No line is too long and no number is cut, whatever there is to show."""
+    out = shown(sample_status(**FULL), width)
+    assert all(len(line) <= width for line in out.splitlines())
+    for whole in (
+        "queued 168 (5.2 batches)",
+        "left 13 min",
+        "math avg@4 0.500 +0.500 (step 10)",
+        "loss 0.1235",
+        "1/1 engines, 2/4 servers",
+    ):
+        assert whole in out
+
+
+@pytest.mark.parametrize("variables", [{"NO_COLOR": "1"}, {"TERM": "dumb"}])
+def test_without_colours_it_says_the_same(variables: dict[str, str]) -> None:
+    """NO_COLOR and a dumb terminal get no colours."""
+    out = io.StringIO()
+    Console(file=out, width=80, force_terminal=True, _environ=variables).print(render(sample_status(**FULL)))
+    assert not re.search(r"\x1b\[[0-9;]*3[0-9]m", out.getvalue())
+    assert "step 5/20" in re.sub(r"\x1b\[[0-9;]*m", "", out.getvalue())
 
 
 def test_the_display_shows_every_env_against_its_target() -> None:
@@ -197,6 +336,14 @@ def test_the_summary_is_readable() -> None:
     assert "run directory: runs/quickstart" in out.getvalue()
 
 
+def test_the_summary_has_the_evaluations() -> None:
+    """First and last score of each, with the change between them."""
+    target, out = console(50)
+    print_summary({**SUMMARY, "evals": [evaluation("math", 0, 0.25), evaluation("math", 60, 0.75)]}, target)
+    lines = [line.split() for line in out.getvalue().splitlines() if line.strip()]
+    assert ["math", "avg@4", "0.250", "0.750", "+0.500", "60"] in lines
+
+
 def test_the_summary_fits_a_narrow_terminal() -> None:
     """Headings go to a second line before a word or a number of theirs is cut."""
     target, out = console(50)
@@ -214,3 +361,16 @@ def test_the_display_tells_what_a_failing_env_raised() -> None:
     )
     well = env_status(dispatched=1000, completed=990, inflight=0, failed=10, failure=said)
     assert said not in shown(sample_status(envs={"math": well}))
+
+
+def test_what_was_changed_by_hand_is_one_line() -> None:
+    """All differences from the configuration, and no line without any."""
+    changes = [
+        "ratio of env math: 0.5 -> 0.4 (since noon, by me)",
+        "max_inflight: 64 -> 32 (since noon, by me)",
+    ]
+    lines = shown(sample_status(changes=changes), width=200).splitlines()
+    assert [line.strip() for line in lines if "changed by hand" in line] == [
+        f"changed by hand: {'; '.join(changes)}"
+    ]
+    assert "changed by hand" not in shown(sample_status())

@@ -102,6 +102,26 @@ class WalkEnvironment(Environment):
 walk = create_fastapi_app(WalkEnvironment, Walk, Place, max_concurrent_envs=3)
 
 
+class EchoEnvironment(Environment):
+    """Asks for a number that follows from the seed; one answer, which is right or not."""
+
+    SUPPORTS_CONCURRENT_SESSIONS = True
+
+    def reset(self, seed: int | None = None, **_: Any) -> Hint:
+        self._wanted = str(random.Random(seed).randint(0, 9999))
+        return Hint(hint=f"Say {self._wanted}")
+
+    def step(self, action: Guess, **_: Any) -> Hint:
+        return Hint(hint="thank you", reward=float(action.guess == self._wanted), done=True)
+
+    @property
+    def state(self) -> State:
+        return State()
+
+
+echo = create_fastapi_app(EchoEnvironment, Guess, Hint, max_concurrent_envs=8)
+
+
 class SumEnvironment(MCPEnvironment):
     """Tools that add and submit; the reward is for submitting 42."""
 
