@@ -28,6 +28,7 @@ function notices(run) {
     if (env.servers && env.servers_ready < env.servers) say("warn", name, `has ${env.servers_ready} of ${env.servers} servers ready.`);
   }
   for (const endpoint of status.endpoints) if (!endpoint.healthy) say("warn", endpoint.url, endpoint.error || "is not in service");
+  if (status.changes?.length) say("", "Changed by hand:", status.changes.join("; "));
   const waits = status.waits.map((wait) => wait.text);
   if (waits.length) {
     const [first] = status.waits;
