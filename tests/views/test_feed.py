@@ -2,9 +2,12 @@
 
 import asyncio
 import json
+import tomllib
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from fnmatch import fnmatch
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -314,3 +317,15 @@ async def test_rollouts_are_asked_for_over_http(path: str, code: int, said: str)
         assert reply.content_type == ("application/json" if code == 200 else "text/plain")
         if "env=" in path:
             assert site.shelf.wanted == [{"env": "math", "step": "3"}]
+
+
+def test_the_files_of_the_page_are_in_the_package() -> None:
+    """Whoever installs the package has them; every file is used."""
+    root = Path(__file__).parent.parent.parent
+    there = {path.name for path in (root / "orchestrator" / "views" / "page").iterdir()}
+    patterns = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"][
+        "package-data"
+    ]
+    assert there == {"page.html", "style.css", *SCRIPTS}
+    for name in there:
+        assert any(fnmatch(f"views/page/{name}", pattern) for pattern in patterns["orchestrator"])
