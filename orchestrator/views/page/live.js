@@ -46,7 +46,8 @@ class Live {
           continue;
         }
       }
-      this.say(`connection lost${this.run ? "; this is what was known at " + new Date(1000 * this.run.now).toLocaleTimeString() : ""}; trying again`);
+      if (this.run?.status.state === "finished") this.say("the run has ended; orchestrator view shows it from now on");
+      else this.say(`connection lost${this.run ? "; this is what was known at " + new Date(1000 * this.run.now).toLocaleTimeString() : ""}; trying again`);
       await new Promise((resolve) => setTimeout(resolve, this.wait));
       this.wait = Math.min(5000, this.wait * 1.5);
     }
