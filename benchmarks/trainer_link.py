@@ -56,6 +56,7 @@ def make_server(world_size: int, on_ack: Callable[[int], None]) -> BatchServer:
         newest_version=lambda: 0,
         load=None,
         check_version=lambda version, path, decided: decided(""),
+        wait_loaded=lambda version, wait_s, then: then("", {}),
         on_ack=on_ack,
         on_rank_ack=ignore,
         on_publish=ignore,

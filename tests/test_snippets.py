@@ -116,7 +116,7 @@ def commands() -> Iterator[Any]:
 def test_every_command_is_ours_or_installs_what_there_is(line: str) -> None:
     """Commands of make and ours are run by tests; of the others, only what is installed can be checked here."""
     words = re.sub(r"^([A-Z_]+=\S+ )*", "", line).split()
-    assert words[0] in ("make", "orchestrator", "python", "pip", "python3", "/opt/venvs/gym/bin/pip")
+    assert words[0] in ("make", "orchestrator", "python", "pip", "uv", "python3", "/opt/venvs/gym/bin/pip")
     assert set(re.findall(r"rollout-orchestrator\[([\w-]+)\]", line)) <= set(EXTRAS)
 
 
@@ -235,3 +235,23 @@ def test_the_programs_that_run_the_service_themselves_work(small: Path) -> None:
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout == "the run is over: max_steps reached\n"
     assert json.loads((small / "runs" / "small" / "summary.json").read_text())["version"] == 3
+
+
+@pytest.mark.timeout(180)
+def test_the_page_about_rollouts_works(small: Path) -> None:
+    """After a run, every command finds something, and so does the program."""
+    page = ROOT / "docs" / "rollouts.md"
+    files_of(page, small)
+    assert run_all("orchestrator run small.toml", small).returncode == 0
+    (block,) = sh_blocks(page)
+    for line in block.replace("RUN_DIR", "runs/small").splitlines():
+        done = run_all(line, small)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout
+    shown = run_all("orchestrator rollouts runs/small --show math/train/0", small)
+    assert "user\n  reverse" in shown.stdout
+    assert len((small / "evals.jsonl").read_text().splitlines()) >= 4
+    looked = run_all("python look.py runs/small", small)
+    assert looked.returncode == 0, looked.stderr
+    assert "math: " in looked.stdout
+    assert "groups trained" in looked.stdout

@@ -8,8 +8,10 @@ the service sends no more, and a rollout that meets a full server nevertheless (
 
 import asyncio
 import importlib.metadata
+import os
 import random
 import re
+import ssl
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
@@ -53,7 +55,10 @@ log = structlog.get_logger()
 
 
 class OpenEnv(Environment):
-    """One server. `reset` goes to every reset beside the seed; `observation` names the fields that are shown."""
+    """One server. `reset` goes to every reset beside the seed; `observation` names the fields that are shown.
+
+    `token_env` is the variable with a token for a server elsewhere, `ca_file` whom to trust besides the system's authorities.
+    """
 
     def __init__(
         self,
@@ -67,6 +72,8 @@ class OpenEnv(Environment):
         sessions: int | None = None,
         seed: int = 0,
         size: int | None = None,
+        token_env: str = "",
+        ca_file: str = "",
     ) -> None:
         self.name = f"openenv::{shown_url(address)}"
         if reward not in get_args(Counting):
@@ -79,6 +86,8 @@ class OpenEnv(Environment):
         check_seed_and_size(self.name, seed, size)
         self._server = None if _is_url(address) else LocalServer(address)
         self._base_url = _LOCAL_URL if self._server is not None else address.rstrip("/")
+        self._headers = _token_header(self.name, token_env)
+        self._tls = _tls(self.name, ca_file)
         self._counting = reward
         self._max_turns = max_turns
         self._reset = dict(reset or {})
@@ -106,7 +115,8 @@ class OpenEnv(Environment):
             aiohttp.ClientSession(
                 connector=self._server.connector()
                 if self._server is not None
-                else aiohttp.TCPConnector(limit=0),
+                else aiohttp.TCPConnector(limit=0, ssl=self._tls),
+                headers=self._headers,
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
             )
         )
@@ -184,6 +194,8 @@ class OpenEnv(Environment):
                     if isinstance(schema, dict):
                         return schema
                 problem = f"it answered {response.status} to /schema"
+                if response.status in (401, 403):
+                    problem += "; args.token_env names the variable with a token for it"
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             problem = str(error) or type(error).__name__
         except (msgspec.DecodeError, KeyError, TypeError):
@@ -290,6 +302,27 @@ def _is_url(address: str) -> bool:
             "installed environment (package.server.app:app)"
         )
     return True
+
+
+def _token_header(name: str, variable: str) -> dict[str, str]:
+    if not variable:
+        return {}
+    token = os.environ.get(variable)
+    if not token:
+        raise EnvironmentLoadError(f"{name}: the server's token is not in the variable {variable}")
+    return {"Authorization": f"Bearer {token}"}
+
+
+def _tls(name: str, ca_file: str) -> ssl.SSLContext | bool:
+    """Whom to trust: the system's authorities, and those of a file."""
+    if not ca_file:
+        return True
+    context = ssl.create_default_context()
+    try:
+        context.load_verify_locations(ca_file)
+    except (OSError, ssl.SSLError) as error:
+        raise EnvironmentLoadError(f"{name}: ca_file {ca_file} cannot be used: {error}") from None
+    return context
 
 
 def _apps(distribution: importlib.metadata.Distribution) -> set[str]:

@@ -117,6 +117,13 @@ class RolloutArchive:
         """What was told and is neither written nor lost yet."""
         return len(self._events) + self._writing
 
+    @property
+    def note(self) -> str:
+        """For the status: that something is lost, and why; empty while nothing is."""
+        if not self.trouble:
+            return ""
+        return f"rollouts are not kept for reading ({self.lost} records are lost): {self.trouble}"
+
     # --- what is told, on the event loop -----------------------------------------------------------------------------
 
     def scored(self, pending: PendingGroup, outcome: str, now: float) -> None:

@@ -25,6 +25,7 @@ class Filters:
     outcome: str | None
     task: int | None
     contains: str | None
+    readable: bool
 
     def sql(self) -> tuple[list[str], list[object]]:
         """Conditions on rows, and their values; they let through all that fits, and little else."""
@@ -57,6 +58,8 @@ class Filters:
 
     def fits(self, group: ArchivedGroup) -> bool:
         """Whether a group is what was asked for, but for what is said in it."""
+        if self.readable and not group.has_text:
+            return False
         for wanted, value in (
             (self.env, group.env),
             (self.split, group.split),

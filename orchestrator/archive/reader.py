@@ -91,6 +91,7 @@ class RolloutReader:
         outcome: str | None = None,
         task: int | None = None,
         contains: str | None = None,
+        readable: bool = False,
         limit: int | None = None,
         newest_first: bool = True,
         after: int | None = None,
@@ -100,7 +101,7 @@ class RolloutReader:
 
         `split` is "train" or "eval"; `step` and `version` are a number or an inclusive pair. With `min_reward` or `max_reward`
         at least one rollout of a group has such a reward. `contains` looks for a text in the messages, in upper or lower case.
-        `after` is the `seq` of the last group of the page before. Without `texts` the conversations are not read.
+        `readable` leaves out groups that have no conversation. `after` is the `seq` of the last group of the page before. Without `texts` the conversations are not read.
         """
         filters = Filters(
             env=env,
@@ -112,6 +113,7 @@ class RolloutReader:
             outcome=outcome,
             task=task,
             contains=contains,
+            readable=readable or contains is not None,
         )
         found = 0
         for page in self._pages(filters, newest_first, after, limit):
@@ -205,7 +207,7 @@ class RolloutReader:
             yield from self._journal_pages(newest_first, after)
             return
         conditions, arguments = filters.sql()
-        if filters.contains is not None:
+        if filters.readable:
             conditions.append(
                 "(EXISTS (SELECT 1 FROM texts WHERE texts.seq = groups.seq)"
                 " OR id IN (SELECT value FROM json_each(?)))"

@@ -5,13 +5,14 @@ a resumed run doubles nothing. Of a group that was split over batches the first 
 soon as their group is chosen, and given up when a better example of the same step comes.
 """
 
-import json
 import re
 import sqlite3
 import time
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
+
+import msgspec
 
 from orchestrator.archive.events import AttemptFailed, BatchFormed, Event, GroupEnded, GroupEvicted
 from orchestrator.archive.records import EVALUATED, QUEUED, TRAINED
@@ -47,6 +48,10 @@ _COUNT = (
     " count = count + 1, last_at = excluded.last_at, text = excluded.text, detail = excluded.detail,"
     " task_index = excluded.task_index"
 )
+
+
+def _json(values: Sequence[float]) -> str:
+    return msgspec.json.encode(values).decode()
 
 
 class ArchiveStore:
@@ -143,8 +148,8 @@ class ArchiveStore:
             event.version_end,
             event.outcome,
             len(rewards),
-            json.dumps(rewards),
-            json.dumps(lengths),
+            _json(rewards),
+            _json(lengths),
             low,
             high,
             sum(rewards) / len(rewards) if rewards else None,

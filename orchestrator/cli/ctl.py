@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 TOKEN_VARIABLE = "ORCHESTRATOR_TOKEN"  # noqa: S105  the name of a variable
 
+ANSWER_S = 30
 REFUSED = (400, 409)
 """Codes of an answer by which a command has changed nothing."""
 
@@ -159,12 +160,16 @@ def _post(url: str, command: dict[str, Any], token: str, run_dir: Path | None) -
         url, data=json.dumps(command, allow_nan=True).encode(), headers=headers, method="POST"
     )
     try:
-        with urllib.request.urlopen(request, timeout=30) as reply:  # noqa: S310  same
+        with urllib.request.urlopen(request, timeout=ANSWER_S) as reply:  # noqa: S310  same
             return reply.status, bytes(reply.read())
     except urllib.error.HTTPError as error:
         return error.code, bytes(error.read())
     except ValueError as error:
         raise ConfigError(f"{url}: {error}") from None
+    except TimeoutError:
+        raise OrchestratorError(
+            f"{url}: no answer within {ANSWER_S} s; what has changed, `orchestrator status` says"
+        ) from None
     except (urllib.error.URLError, OSError, http.client.HTTPException) as error:
         ended = "" if run_dir is None else _last_words(run_dir)
         raise OrchestratorError(f"{url}: nothing answers ({error}); the run is not running{ended}") from None

@@ -50,6 +50,7 @@ def register(commands: "Commands") -> None:
     which.add_argument(
         "--contains", metavar="TEXT", help="with this text in a message, in upper or lower case"
     )
+    which.add_argument("--readable", action="store_true", help="with conversations that can be shown")
     which.add_argument(
         "--limit", type=_count, help=f"at most so many; {ROWS} in the table, all of them in a file"
     )
@@ -103,7 +104,18 @@ def _export(reader: "RolloutReader", arguments: argparse.Namespace) -> int:
 
 
 def _filters(arguments: argparse.Namespace) -> dict[str, Any]:
-    names = ("env", "split", "step", "version", "min_reward", "max_reward", "outcome", "task", "contains")
+    names = (
+        "env",
+        "split",
+        "step",
+        "version",
+        "min_reward",
+        "max_reward",
+        "outcome",
+        "task",
+        "contains",
+        "readable",
+    )
     return {**{name: getattr(arguments, name) for name in names}, "newest_first": not arguments.oldest}
 
 

@@ -41,9 +41,11 @@ def register(commands: "Commands") -> None:
 
 def status_command(arguments: argparse.Namespace) -> int:
     """Fetch and print."""
+    if arguments.url is None and arguments.run_dir is None:
+        raise ConfigError("status needs a run directory or --url")
     run_dir: Path | None = None if arguments.url else arguments.run_dir
     try:
-        url = arguments.url or _address_of(run_dir)
+        url = arguments.url or address_of(arguments.run_dir)
         body = _fetch(f"{url.rstrip('/')}/api/status", arguments.token_env)
     except (_NobodyThereError, _NoHttpError) as nobody:
         past = None if run_dir is None else _read_past(run_dir)

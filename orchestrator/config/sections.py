@@ -268,7 +268,7 @@ class HttpConfig(Section):
     port: Annotated[int, Field(ge=0, le=65535)] = 8600
     """Port; 0 picks a free one."""
     token_env: str | None = None
-    """Name of the environment variable that holds the bearer token."""
+    """Name of the environment variable that holds the bearer token; who has it may read the status and change the run."""
 
 
 class LogConfig(Section):

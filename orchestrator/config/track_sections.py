@@ -1,9 +1,11 @@
 """The tables of trackers: [track], with one inside for each tracker that has settings."""
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from orchestrator.config.section import Section
+from pydantic import Field
+
+from orchestrator.config.section import Positive, Section
 
 
 class WandbConfig(Section):
@@ -39,5 +41,9 @@ class TrackConfig(Section):
     """Trackers, any number of them: wandb, tensorboard, or "module:Class" of your own."""
     wandb: WandbConfig = WandbConfig()
     tensorboard: TensorboardConfig = TensorboardConfig()
+    samples: Annotated[int, Field(ge=0)] = 8
+    """Rollouts in the table of samples that wandb and tensorboard show, with prompt and reply; 0: no texts leave the run."""
+    samples_interval: Positive = 10
+    """Steps from one table of samples to the next."""
     options: dict[str, dict[str, Any]] = {}
     """Arguments of trackers of your own, by what `use` calls them."""

@@ -147,6 +147,19 @@ class InferencePool(Roster):
         """Whether an engine has loaded the version that every endpoint is brought to."""
         return self._sync.loaded is self._sync.target
 
+    def whereabouts(self, version: int) -> dict[str, str | None]:
+        """By endpoint why it does not serve a published version or a later one: empty when it does, None while it may soon."""
+        return {endpoint.name: self._lacks(endpoint, version) for endpoint in self.endpoints}
+
+    def _lacks(self, endpoint: Endpoint, version: int) -> str | None:
+        in_service = endpoint.state in IN_SERVICE
+        if in_service and endpoint.serial is not None and endpoint.version >= version:
+            return ""
+        untried = endpoint.retries == 0 and endpoint.checks_failed == 0
+        if self.version < version or self.awaits_initial or endpoint.updating or in_service or untried:
+            return None
+        return endpoint.error or "is out of service"
+
     @property
     def awaits_initial(self) -> bool:
         """Whether no engine gets work before the trainer has published version 0."""

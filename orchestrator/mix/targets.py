@@ -72,9 +72,8 @@ def _shares_by_domain(envs: Sequence[EnvShare], domains: Mapping[str, float]) ->
     found: dict[str, float] = {}
     whole = normalised(list(members), [domains[domain] for domain in members])
     for (domain, inside), share in zip(members.items(), whole, strict=True):
-        lone = len(inside) == 1 and inside[0].ratio is None
         try:
-            parts = normalised([env.name for env in inside], [1.0] if lone else _weights(inside))
+            parts = normalised([env.name for env in inside], _weights(inside))
         except MixError as error:
             raise MixError(f'domain "{domain}": {error}') from None
         found |= {env.name: share * part for env, part in zip(inside, parts, strict=True)}
@@ -115,6 +114,8 @@ def _weights(envs: Sequence[EnvShare]) -> list[float]:
     for env in envs:
         if env.ratio is not None:
             weights.append(env.ratio)
+        elif env.num_tasks is None and len(envs) == 1:
+            weights.append(1.0)
         elif env.num_tasks is None:
             raise MixError(
                 f'env "{env.name}": it generates tasks without end, so its weight cannot come from their number; '

@@ -79,9 +79,13 @@ class Changes(msgspec.Struct, kw_only=True):
         """What it was changed to; None where nobody has."""
         return None if self.max_inflight is None else int(self.max_inflight.value)
 
-    def endpoints(self, configured: Sequence[str]) -> list[str]:
-        """The inference servers that there are."""
-        return [*(url for url in configured if url not in self.removed), *self.added]
+    def endpoints(self, configured: Sequence[str]) -> tuple[list[str], list[str]]:
+        """The inference servers that a run starts with, and those that join when it has started.
+
+        One that was added by hand and does not fit any more keeps no run from starting, as long as another is there.
+        """
+        staying = [url for url in configured if url not in self.removed]
+        return (staying, list(self.added)) if staying else (list(self.added), [])
 
     def held(self, env: str) -> str:
         """Since when an env is quarantined by hand, and by whom; empty where it is not."""

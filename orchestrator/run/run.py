@@ -306,6 +306,8 @@ class Run:
             return "trainer"
         if parts.pace.reserved:
             return "rollouts"
+        if self.paused and parts.versions.formed <= parts.versions.trained:
+            return "paused"
         if parts.versions.serving != parts.versions.published:
             return "weights"
         return "trainer" if parts.versions.formed > parts.versions.trained else "rollouts"

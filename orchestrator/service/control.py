@@ -5,6 +5,7 @@ The desk is there before the run and after it, and says so; while there is a run
 neither the loop nor the journal suffers.
 """
 
+import asyncio
 import os
 import secrets
 import time
@@ -24,6 +25,9 @@ from orchestrator.service import blueprint
 from orchestrator.service.driver import Driver
 from orchestrator.service.front import Front
 from orchestrator.views.control import Answer
+
+RECORD_S = 10.0
+"""How long an answer waits for the disk."""
 
 PER_MINUTE, BURST = 600, 50
 """Commands that are taken."""
@@ -83,13 +87,17 @@ class ControlDesk:
             return Answer(429, "too many commands; try again in a moment", self._front.status())
         self._bucket.take(1, now)
         reply = driver.ask(driver.run.on_control, command, Origin(by, time.time()))
+        text = reply.text
         if reply.changed:
             try:
-                await journal.flush()
+                async with asyncio.timeout(RECORD_S):
+                    await journal.flush()
+            except TimeoutError:
+                text += "; it is not on disk yet"
             except JournalError as error:
-                return Answer(503, f"{reply.text}; but it is not recorded: {error}", self._front.status())
+                return Answer(503, f"{text}; but it is not recorded: {error}", self._front.status())
         status = self._front.status()
         if reply.refused:
             taken = driver.run.state.value == "running" and not driver.run.ended
-            return Answer(409 if taken else 503, reply.text, status)
-        return Answer(200, reply.text, status, changed=reply.changed)
+            return Answer(409 if taken else 503, text, status)
+        return Answer(200, text, status, changed=reply.changed)

@@ -23,6 +23,7 @@ from orchestrator.service import blueprint, secrets
 from orchestrator.service.log_file import note, open_log
 from orchestrator.service.service import Service, start_service
 from orchestrator.trainer.batch import TrainingBatch
+from orchestrator.trainer.client import Publication
 from orchestrator.trainer_link.inside import InsideClient, InsideLink
 
 log = structlog.get_logger()
@@ -78,14 +79,17 @@ class EmbeddedRun:
         """The batch is done with and will not come again; returns once that is recorded."""
         await self._while_serving(self._client.ack(batch.step), outlives=True)
 
-    async def publish(self, version: int, path: str | Path | None = None) -> str:
+    async def publish(
+        self, version: int, path: str | Path | None = None, *, wait_s: float = 0.0
+    ) -> Publication:
         """A version can be sampled from, at `path`; TrainerLinkError with the reason when it cannot be loaded.
 
-        Returns once it is recorded; the inference servers load it while the run goes on. Repeating a version or going
-        back changes nothing, and the return says so.
+        Returns once it is recorded; the inference servers load it while the run goes on. With `wait_s` it returns when all of
+        them have it or are out of service, at the latest after that time. Repeating a version or going back changes
+        nothing, and the note says so.
         """
         shown = None if path is None else str(path)
-        return await self._while_serving(self._client.publish(version, shown), outlives=False)
+        return await self._while_serving(self._client.publish(version, shown, wait_s=wait_s), outlives=False)
 
     async def report(self, step: int, metrics: Mapping[str, float]) -> None:
         """Numbers of a step for people, such as loss or logprob_mismatch; TrainerLinkError when they are refused."""

@@ -32,6 +32,8 @@ class Front:
         self.lag = LoopLag()
         self.disk = DiskSpace()
         self.trackers: Callable[[], list[TrackerStatus]] = list
+        self.troubles: list[Callable[[], str]] = []
+        """What is amiss beside the run; each is empty while nothing is."""
         self._notes = notes
         self._max_steps = max_steps
         self._batch_size = batch_size
@@ -116,7 +118,7 @@ class Front:
             loop_lag_p99_s=self.lag.percentile(0.99),
             disk_free_bytes=self.disk.free_bytes,
             waits=self._missing_ranks(),
-            notes=self._notes,
+            notes=[*self._notes, *filter(None, (trouble() for trouble in self.troubles))],
             trackers=self.trackers(),
         )
 

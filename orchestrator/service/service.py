@@ -13,6 +13,7 @@ import time
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ from orchestrator.service.front import Front
 from orchestrator.service.health import Watchdog
 from orchestrator.service.metrics_file import MetricsFile
 from orchestrator.service.page import live_feed
-from orchestrator.service.track_blueprint import build_setups, shown_config
+from orchestrator.service.track_blueprint import build_samples, build_setups, shown_config
 from orchestrator.service.weights import VersionChecks, WeightLoader
 from orchestrator.service.wiring import (
     EvaluationFile,
@@ -259,16 +260,17 @@ async def start_service(
             [batch for batch in recovered.batches if batch.step not in recovered.acknowledged],
             config.trainer.world_size,
         )
-        archive = await open_archive(config, journal, recovered, stack)
+        archive = await open_archive(config, journal, recovered, stack, front)
         weights = JournaledWeights(recovered.state)
         weights.begin_with(inference_blueprint.initial_path(config) if weights.begins else None)
         children = await stack.enter_async_context(LocalChildren(config.run_dir))
         endpoints = [url.rstrip("/") for url in inference_blueprint.inference_urls(config, children)]
         changes = changes_of(config, recovered, endpoints)
+        first, later = changes.endpoints(endpoints)
         pool = await stack.enter_async_context(
             inference_blueprint.build_pool(
                 config,
-                changes.endpoints(endpoints),
+                first,
                 version=weights.loaded,
                 weights_path=weights.loaded_path,
                 train=True,
@@ -285,12 +287,15 @@ async def start_service(
             [train.connect(), evals.connect(), pool.wait_ready(config.inference.ready_timeout_s)],
             front,
         )
+        for url in later:
+            pool.add_endpoint(url)
         note_identity(config, journal, train)
         trackers = Trackers(
             build_setups(config),
             config=shown_config(config),
             run_id=journal.run_id,
             resumed=not recovered.empty,
+            samples=build_samples(config),
         )
         stack.push_async_callback(trackers.aclose)
         front.trackers = trackers.status
@@ -323,7 +328,15 @@ async def start_service(
         join_shells(driver, pool=pool, loader=loader, journal=journal)
         for env in (*train.values(), *evals.values()):
             env.on_free = driver.wake
-        server = build_batch_server(config, driver, journal, recovered, link=link, check_version=checks.ask)
+        server = build_batch_server(
+            config,
+            driver,
+            journal,
+            recovered,
+            link=link,
+            check_version=checks.ask,
+            wait_loaded=partial(loader.wait, driver),
+        )
         offers.server = server
         offers.recovered(recovered)
         await stack.enter_async_context(server)

@@ -6,7 +6,8 @@ from typing import Any
 
 from envs.errors import shown_url
 from orchestrator.config import Config
-from orchestrator.track import TrackerSetup, build_maker
+from orchestrator.service.samples import read_samples
+from orchestrator.track import SampleRule, TrackerSetup, build_maker
 
 SECRET = re.compile(r"(?:^|_)(?:api_?key|token|password|passwd|secret)$", re.IGNORECASE)
 """Names under which arguments of environments and trackers may hold a secret; settings of ours only ever name variables."""
@@ -31,6 +32,16 @@ def tracker_options(config: Config, name: str) -> Mapping[str, Any]:
         given = track.wandb.model_dump(exclude_none=True)
         return {"name": config.run_dir.resolve().name, **given, "directory": str(config.run_dir.resolve())}
     return track.options.get(name, {})
+
+
+def build_samples(config: Config) -> SampleRule | None:
+    """Which rollouts trackers show, if any."""
+    most = config.track.samples
+    if not most:
+        return None
+    return SampleRule(
+        read=lambda step: read_samples(config.run_dir, step, most), interval=config.track.samples_interval
+    )
 
 
 def shown_config(config: Config) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import structlog
 
@@ -9,6 +10,7 @@ from orchestrator.inference import InferencePool, WeightUpdateError
 from orchestrator.local.policy import find_policy_flaw
 from orchestrator.run.run import Run
 from orchestrator.service.driver import Driver
+from orchestrator.trainer_link.publications import Loads
 
 log = structlog.get_logger()
 
@@ -42,6 +44,15 @@ class VersionChecks:
                 decided("")
 
 
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    """Who wants to know what becomes of a published version."""
+
+    version: int
+    then: Loads
+    timer: asyncio.TimerHandle | None = None
+
+
 class WeightLoader:
     """Brings the inference servers to every published version, the newest first."""
 
@@ -51,6 +62,7 @@ class WeightLoader:
         self._newest: tuple[int, str | None] = (0, None)
         self._pending: int | None = None
         """A version that the servers have been given, and that none has answered for yet."""
+        self._waiting: list[_Waiting] = []
 
     def load(self, version: int, path: str | None) -> None:
         """A version is to be loaded; one that was asked for before and not begun is left out."""
@@ -72,7 +84,29 @@ class WeightLoader:
             driver.tell(run.on_refused, pending, f"no inference server could load it; {stays}")
         elif self._pool.settled:
             self._pending = None
+        self._answer(driver.run)
         driver.wake()
+
+    def wait(self, driver: Driver[Run], version: int, wait_s: float, then: Loads) -> None:
+        """Call `then` once: when every inference server has the version or is out of service, or it is refused, or in `wait_s`."""
+        waiting = _Waiting(version, then)
+        waiting.timer = asyncio.get_running_loop().call_later(wait_s, self._answer, driver.run, waiting)
+        self._waiting.append(waiting)
+        self._answer(driver.run)
+
+    def _answer(self, run: Run, overdue: _Waiting | None = None) -> None:
+        """Tell those who wait what is known for sure; one whose time is over hears what is known."""
+        for waiting in list(self._waiting):
+            gone = f"version {waiting.version} was refused"
+            refused = (run.refused or gone) if run.newest_version < waiting.version else ""
+            found = self._pool.whereabouts(waiting.version)
+            if not refused and waiting is not overdue and None in found.values():
+                continue
+            self._waiting.remove(waiting)
+            if waiting.timer is not None:
+                waiting.timer.cancel()
+            late = "has not loaded it in the time that was to be waited"
+            waiting.then(refused, {name: late if why is None else why for name, why in found.items()})
 
     async def run(self, driver: Driver[Run]) -> None:
         """Load until cancelled, and tell the run what came of it."""
@@ -84,6 +118,7 @@ class WeightLoader:
                 await self._pool.update_weights(version, path)
             except WeightUpdateError as error:
                 driver.tell(driver.run.on_refused, version, str(error))
+                self._answer(driver.run)
             else:
                 # With no server in service nothing is loaded yet; the first that comes back loads or refuses it.
                 self._pending = version

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -21,8 +21,10 @@ from orchestrator.journal import Journal, Recovered, changed_tasks, differences,
 from orchestrator.run.run import Run
 from orchestrator.service import blueprint, inference_blueprint, secrets
 from orchestrator.service.driver import Driver
+from orchestrator.service.front import Front
 from orchestrator.service.weights import WeightLoader
 from orchestrator.sinks.archive import Archive, NoArchive
+from orchestrator.trainer_link.publications import CheckVersion, WaitLoaded
 from orchestrator.trainer_link.server import BatchServer, Link
 
 log = structlog.get_logger()
@@ -58,7 +60,7 @@ def open_journal(
 
 
 async def open_archive(
-    config: Config, journal: Journal, recovered: Recovered, stack: AsyncExitStack
+    config: Config, journal: Journal, recovered: Recovered, stack: AsyncExitStack, front: Front
 ) -> Archive:
     """What keeps rollouts for people, until the stack is left; it is told what an earlier process may not have told it."""
     if not config.archive.enabled:
@@ -75,6 +77,7 @@ async def open_archive(
             clock=time.monotonic(),
         )
     )
+    front.troubles.append(lambda: archive.note)
     for batch in recovered.batches:
         archive.batch_formed(batch)
     return archive
@@ -153,7 +156,8 @@ def build_batch_server(
     recovered: Recovered,
     *,
     link: Link,
-    check_version: Callable[[int, str | None, Callable[[str], None]], None],
+    check_version: CheckVersion,
+    wait_loaded: WaitLoaded,
 ) -> BatchServer:
     """The trainer link's server, not entered yet."""
     run, tell = driver.run, driver.tell
@@ -168,6 +172,7 @@ def build_batch_server(
         newest_version=lambda: run.newest_version,
         load=journal.load_batch,
         check_version=check_version,
+        wait_loaded=wait_loaded,
         on_ack=lambda step: tell(run.on_ack, step),
         on_rank_ack=lambda step, rank: journal.record_ack(step, rank, world_size=world_size),
         on_publish=lambda version, path: tell(run.on_publish, version, path),

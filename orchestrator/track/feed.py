@@ -40,6 +40,20 @@ class TrackerSetup:
     make: Callable[[], Tracker]
 
 
+Rows = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRule:
+    """Sample rollouts: `read` gives those of a step, asked in a tracker's thread for the first step and every `interval`."""
+
+    read: Callable[[int], Rows]
+    interval: int
+
+    def due(self, step: int) -> bool:
+        return step == 1 or step % self.interval == 0
+
+
 class Feed:
     """One tracker, its thread and its queue."""
 
@@ -48,6 +62,7 @@ class Feed:
         setup: TrackerSetup,
         begin: Callable[[Tracker], None],
         *,
+        samples: SampleRule | None,
         most_waiting: int,
         silent_s: float,
         clock: Callable[[], float],
@@ -55,6 +70,7 @@ class Feed:
         self.name = setup.name
         self._setup = setup
         self._begin = begin
+        self._samples = samples
         self._most_waiting = most_waiting
         self._silent_s = silent_s
         self._clock = clock
@@ -117,10 +133,25 @@ class Feed:
                 self._lose("track.off", self._error)
             elif self._call(pass_on, tracker, line):
                 self._logged += 1
+                self._call(self._show_samples, tracker, line)
             else:
                 self._lose("track.failed", self._error)
         if tracker is not None:
             self._call(tracker.close)
+
+    def _show_samples(self, tracker: Tracker, line: Mapping[str, Any]) -> None:
+        """A few rollouts of the step, for a tracker that shows any."""
+        shows = type(tracker).log_samples is not Tracker.log_samples
+        if (
+            not shows
+            or self._samples is None
+            or line["kind"] != "step"
+            or not self._samples.due(line["step"])
+        ):
+            return
+        rows = self._samples.read(line["step"])
+        if rows:
+            tracker.log_samples(line["step"], rows)
 
     def _call(self, call: Callable[..., None], *arguments: object) -> bool:
         self._called_at = self._clock()
@@ -169,8 +200,6 @@ def pass_on(tracker: Tracker, line: Mapping[str, Any]) -> None:
             tracker.log(line["step"], flat_step(line))
         case "eval":
             tracker.log_eval(line["step"], line["env"].removeprefix("eval-"), flat_eval(line))
-        case "samples":
-            tracker.log_samples(line["step"], line["rows"])
 
 
 class Trackers:
@@ -183,6 +212,7 @@ class Trackers:
         config: Mapping[str, Any],
         run_id: str,
         resumed: bool,
+        samples: SampleRule | None = None,
         close_s: float = CLOSE_S,
         most_waiting: int = MOST_WAITING,
         silent_s: float = SILENT_S,
@@ -194,6 +224,7 @@ class Trackers:
             Feed(
                 setup,
                 lambda tracker: tracker.start(config, run_id, resumed),
+                samples=samples,
                 most_waiting=most_waiting,
                 silent_s=silent_s,
                 clock=clock,

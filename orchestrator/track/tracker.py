@@ -37,7 +37,7 @@ class Tracker:
         self.log(step, {f"eval/{env}/{name}": value for name, value in metrics.items()})
 
     def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """A few rollouts of the step, as far as they are kept: env, task, reward, advantage, prompt, text."""
+        """A few rollouts of the step, as far as they are kept: env, task, version, reward, group_mean, tokens, prompt, reply."""
 
     def close(self) -> None:
         """Nothing more comes. The run waits a few seconds for this at most."""

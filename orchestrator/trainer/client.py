@@ -14,6 +14,7 @@ import asyncio
 import os
 import time
 from collections.abc import AsyncIterator, Generator, Iterator, Mapping
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Self, TypeVar
 
@@ -30,6 +31,7 @@ from orchestrator.trainer.protocol import (
     Ok,
     ProtocolError,
     Publish,
+    Published,
     Report,
     Request,
     Served,
@@ -41,6 +43,24 @@ Waiting = Generator[float, None, T]
 """What a client does, yielding how many seconds to wait for the next message whenever it has to."""
 
 TOKEN_VARIABLE = "ORCHESTRATOR_TRAINER_TOKEN"  # noqa: S105  the name of a variable, not a token
+
+
+@dataclass(frozen=True, slots=True)
+class Publication:
+    """What became of a version that was published; `note` says what was odd about it, such as a repetition.
+
+    `engines` has an entry for each inference server where the publication waited for them: empty where it has the version, or
+    a later one, and else why not. Without waiting there is none.
+    """
+
+    version: int
+    note: str = ""
+    engines: Mapping[str, str] | None = None
+
+    @property
+    def loaded_everywhere(self) -> bool:
+        """Whether the publication waited, and every inference server has the version."""
+        return self.engines is not None and not any(self.engines.values())
 
 
 class _Conversation:
@@ -139,8 +159,18 @@ class _Conversation:
         if self._in_hand is not None and self._auto_ack:
             yield from self._ack(self._in_hand)
 
-    def _publish(self, version: int, path: str | None) -> Waiting[str]:
-        return (yield from self._do(Publish(self._session.next_id(), version, path, self._after or 0)))
+    def _publish(self, version: int, path: str | None, wait_s: float) -> Waiting[Publication]:
+        request = Publish(self._session.next_id(), version, path, self._after or 0, float(wait_s))
+        if not wait_s:
+            return Publication(version, (yield from self._do(request)))
+        reply = yield from self._request(request)
+        match reply.answer:
+            case Published(note=note, engines=engines):
+                return Publication(version, note, engines)
+            case Missing(reason=reason):
+                raise TrainerLinkError(reason)
+            case other:
+                raise TrainerLinkError(f"the orchestrator answered something else than was asked: {other}")
 
     def _report(self, step: int, metrics: Mapping[str, float]) -> Waiting[None]:
         numbers = {name: float(value) for name, value in metrics.items()}
@@ -222,7 +252,7 @@ class _Conversation:
                 return None
             case Missing(reason=reason):
                 raise TrainerLinkError(reason)
-            case Ok():
+            case Ok() | Published():
                 raise TrainerLinkError("the orchestrator answered a request for a batch without one")
 
 
@@ -267,12 +297,13 @@ class TrainerClient(_Conversation):
         """This rank is done with a batch; returns once the service has recorded it."""
         self._drive(self._ack(step))
 
-    def publish(self, version: int, path: str | None = None) -> str:
+    def publish(self, version: int, path: str | None = None, *, wait_s: float = 0.0) -> Publication:
         """A version can be sampled from, at `path`; TrainerLinkError with the reason when it cannot be loaded.
 
-        Repeating a version or going back changes nothing; the return says so.
+        With `wait_s` it returns when every inference server has loaded the version or is out of service, at the latest after
+        that time, and the answer says which have it. Repeating a version or going back changes nothing; the note says so.
         """
-        return self._drive(self._publish(version, path))
+        return self._drive(self._publish(version, path, wait_s))
 
     def report(self, step: int, metrics: Mapping[str, float]) -> None:
         """Numbers of a step for people, such as loss or logprob_mismatch; TrainerLinkError when they are refused."""
@@ -335,12 +366,13 @@ class AsyncTrainerClient(_Conversation):
         """This rank is done with a batch; returns once the service has recorded it."""
         await self._drive(self._ack(step))
 
-    async def publish(self, version: int, path: str | None = None) -> str:
+    async def publish(self, version: int, path: str | None = None, *, wait_s: float = 0.0) -> Publication:
         """A version can be sampled from, at `path`; TrainerLinkError with the reason when it cannot be loaded.
 
-        Repeating a version or going back changes nothing; the return says so.
+        With `wait_s` it returns when every inference server has loaded the version or is out of service, at the latest after
+        that time, and the answer says which have it. Repeating a version or going back changes nothing; the note says so.
         """
-        return await self._drive(self._publish(version, path))
+        return await self._drive(self._publish(version, path, wait_s))
 
     async def report(self, step: int, metrics: Mapping[str, float]) -> None:
         """Numbers of a step for people, such as loss or logprob_mismatch; TrainerLinkError when they are refused."""

@@ -19,7 +19,7 @@ from msgspec import Meta
 PROTOCOLS = {
     1: "join, next, get, ack, publish, done, ping, leave and their answers",
     2: "join may carry a token; a publication may be answered by missing, when the version cannot be loaded",
-    3: "batches say more of each sequence, in one more frame, and how many tokens are trained on; report",
+    3: "batches say more of each sequence, in one more frame, and how many tokens are trained on; report; publish may wait",
 }
 """What each number of the protocol added. The service understands every number in this table.
 
@@ -46,6 +46,7 @@ MAX_REASON_CHARACTERS = 300
 Number = Annotated[int, Meta(ge=0, le=2**53)]
 """Ids, steps and versions; 2**53 is exact in every language and fits every database."""
 
+Seconds = Annotated[float, Meta(ge=0, le=86_400)]
 RankNumber = Annotated[int, Meta(ge=0, le=2**20)]
 Name = Annotated[str, Meta(max_length=1024)]
 MetricName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_./@:-]{1,64}\Z")]
@@ -90,12 +91,16 @@ class Ack(msgspec.Struct, tag="ack", frozen=True):
 
 
 class Publish(msgspec.Struct, tag="publish", frozen=True):
-    """A version of the policy can be sampled from; it comes from training up to `step`, where the rank knows."""
+    """A version of the policy can be sampled from; it comes from training up to `step`, where the rank knows.
+
+    With `wait_s` the answer is `published`, and comes when every engine has loaded the version or will not, or after that time.
+    """
 
     id: Number
     version: Number
     path: WeightsPath | None = None
     step: Number = 0
+    wait_s: Seconds = 0.0
 
 
 class Report(msgspec.Struct, tag="report", frozen=True):
@@ -168,14 +173,22 @@ class Ok(msgspec.Struct, tag="ok", frozen=True):
     note: str = ""
 
 
+class Published(msgspec.Struct, tag="published", frozen=True):
+    """What became of a version that was waited for: by engine, why it does not have it, empty where it has it or a later one."""
+
+    id: Number
+    engines: dict[str, str]
+    note: str = ""
+
+
 class Pong(msgspec.Struct, tag="pong", frozen=True):
     """The service is there. Also sent unasked, to find out whether a rank still is."""
 
 
 ToServer = Join | Next | Get | Ack | Publish | Report | Done | Ping | Leave
-ToTrainer = Welcome | Refused | Unknown | Served | Missing | Finished | Ok | Pong
+ToTrainer = Welcome | Refused | Unknown | Served | Missing | Finished | Ok | Published | Pong
 Request = Next | Get | Ack | Publish | Report | Done
-Answer = Served | Missing | Finished | Ok
+Answer = Served | Missing | Finished | Ok | Published
 
 T = TypeVar("T")
 

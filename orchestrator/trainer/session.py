@@ -24,6 +24,7 @@ from orchestrator.trainer.protocol import (
     Ping,
     Pong,
     ProtocolError,
+    Published,
     Refused,
     Request,
     Served,
@@ -108,7 +109,7 @@ class TrainerSession:
                 raise TrainerLinkError(f"rank {self.rank} was refused: {message.reason}")
             case Pong():
                 return [], None
-            case Served() | Missing() | Finished() | Ok():
+            case Served() | Missing() | Finished() | Ok() | Published():
                 known = self._asked.pop(message.id, None) is not None
                 return [], Answered(message, frames[1:]) if known else None
 

@@ -34,6 +34,7 @@ from orchestrator.trainer.protocol import (
     Pong,
     ProtocolError,
     Publish,
+    Published,
     Refused,
     Report,
     ToServer,
@@ -43,7 +44,7 @@ from orchestrator.trainer.protocol import (
     decode_to_server,
 )
 from orchestrator.trainer_link.encoding import check_shares
-from orchestrator.trainer_link.publications import CheckVersion, Decision, Publications
+from orchestrator.trainer_link.publications import CheckVersion, Decision, Loads, Publications, WaitLoaded
 from orchestrator.trainer_link.ranks import Rank, Ranks
 from orchestrator.trainer_link.thinning import Thinned
 
@@ -95,6 +96,7 @@ class Leases:
         newest_version: Callable[[], int],
         can_load: bool,
         check_version: CheckVersion,
+        wait_loaded: WaitLoaded,
         on_ack: Callable[[int], None],
         on_rank_ack: Callable[[int, int], None],
         on_publish: Callable[[int, str | None], None],
@@ -119,6 +121,7 @@ class Leases:
         self._on_done = on_done
         self._on_told = on_told
         self._when_durable = when_durable
+        self._wait_loaded = wait_loaded
         self._leased: dict[int, _Lease] = {}
         self._kept: OrderedDict[int, Batch] = OrderedDict()
         self._ranks = Ranks(world_size=world_size, token=token, send=transport.send)
@@ -317,7 +320,19 @@ class Leases:
                 return
             if message.step:
                 self._on_trained(message.step)
-            self._reply_when_durable(rank, Ok(message.id, decision.note))
+            if message.wait_s:
+                self._when_durable(
+                    lambda: self._wait_loaded(message.version, message.wait_s, loaded(decision))
+                )
+            else:
+                self._reply_when_durable(rank, Ok(message.id, decision.note))
+
+        def loaded(decision: Decision) -> Loads:
+            def tell(refused: str, engines: Mapping[str, str]) -> None:
+                answer = Published(message.id, dict(engines), decision.note)
+                self._transport.send(rank.peer, Missing(message.id, refused) if refused else answer)
+
+            return tell
 
         source = f"rank {rank.number}"
         self._publications.publish(message.version, message.path, source=source, then=answer)

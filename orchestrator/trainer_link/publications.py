@@ -5,7 +5,7 @@ a version while it was checked gets the one decision. A rank that asks again, as
 the place of its earlier request. No I/O: `check` looks at the weights, here or elsewhere, now or later.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import structlog
@@ -14,6 +14,12 @@ log = structlog.get_logger("trainer")
 
 CheckVersion = Callable[[int, str | None, Callable[[str], None]], None]
 """Called with a version, its path and `decided`, which takes the reason why it cannot be loaded, "" when it can."""
+
+Loads = Callable[[str, Mapping[str, str]], None]
+"""Called with the reason why a version is refused after all, "" when it is not, and by engine why it does not have it."""
+
+WaitLoaded = Callable[[int, float, Loads], None]
+"""Called with a version that was published, how many seconds may be waited for it, and what to call once with the outcome."""
 
 _MAX_PENDING = 16
 

@@ -21,7 +21,7 @@ from orchestrator.trainer.protocol import Missing, Served, ToTrainer, encode
 from orchestrator.trainer_link.encoding import encode_batch
 from orchestrator.trainer_link.files import FileLink
 from orchestrator.trainer_link.leases import Leases, RankStatus
-from orchestrator.trainer_link.publications import CheckVersion
+from orchestrator.trainer_link.publications import CheckVersion, WaitLoaded
 from orchestrator.trainer_link.ranks import Rank
 from orchestrator.trainer_link.socket import BatchSocket
 
@@ -77,6 +77,7 @@ class BatchServer:
         newest_version: Callable[[], int],
         load: Callable[[int], Batch | None] | None,
         check_version: CheckVersion,
+        wait_loaded: WaitLoaded,
         on_ack: Callable[[int], None],
         on_rank_ack: Callable[[int, int], None],
         on_publish: Callable[[int, str | None], None],
@@ -91,7 +92,8 @@ class BatchServer:
         `keep` acknowledged batches stay in memory; `load` reads others back (in a thread). `last_step`
         is where a resumed run stands, `newest_version` asks for the newest published version, -1 while version 0 itself
         may be published. `check_version(version, path, decided)` calls `decided` once, with the reason why
-        a newer version cannot be loaded, or "". `on_rank_ack(step, rank)` and `on_publish` record, and a rank is
+        a newer version cannot be loaded, or ""; `wait_loaded(version, seconds, then)` calls `then` when the engines have a
+        published version, or will not. `on_rank_ack(step, rank)` and `on_publish` record, and a rank is
         answered when `when_durable` calls back, so that what it was told holds after a crash; `on_ack(step)` says that
         every rank has acknowledged, `on_trained(step)` that a published version comes from training on a step.
         `on_report` takes the trainer's own numbers of a step, and returns why they are refused, if they are.
@@ -114,6 +116,7 @@ class BatchServer:
             newest_version=newest_version,
             can_load=load is not None,
             check_version=self._check,
+            wait_loaded=wait_loaded,
             on_ack=on_ack,
             on_rank_ack=self._rank_acked,
             on_publish=on_publish,

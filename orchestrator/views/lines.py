@@ -17,6 +17,7 @@ NAME_LENGTH = 18
 """Of a name inside a line: an evaluation then fits into 50 columns."""
 MOST_NAMED = 3
 """Envs that a line names; the others are counted."""
+MOST_CHANGES = 4
 MOST_REPORTED = 4
 """Numbers of the trainer that the display shows; the status has all of them."""
 FAILED_SHARE = 0.1
@@ -69,6 +70,14 @@ def health(status: Status) -> Text:
         (", ", "dim"),
         (f"{ready}/{servers} servers{told}", "yellow" if behind else "dim"),
     )
+
+
+def changes(status: Status) -> Iterator[Text]:
+    """What a person has changed while the run went on."""
+    shown = status.changes[:MOST_CHANGES]
+    yield from (Text(plain(f"by hand: {change}"), style="cyan") for change in shown)
+    if len(status.changes) > MOST_CHANGES:
+        yield Text(f"and {len(status.changes) - MOST_CHANGES} more changes by hand", style="cyan")
 
 
 def evaluations(results: Iterable[Mapping[str, Any]], width: int) -> Iterator[Text]:

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from orchestrator.facts import Status
 from orchestrator.views.env_table import env_table
-from orchestrator.views.lines import evaluations, facts, health, troubles
+from orchestrator.views.lines import changes, evaluations, facts, health, troubles
 from orchestrator.views.numbers import BARS, PLAIN_BARS, duration
 from orchestrator.views.terminal import plain
 
@@ -78,8 +78,10 @@ class _Picture:
                 ProgressBar(total=status.max_steps, completed=status.step, width=min(BAR_WIDTH, width))
             )
             above.append(bar)
-        above += [health(status), *evaluations(status.evals, width)]
+        above += [health(status), *evaluations(status.evals, width), *changes(status)]
         below = [Text(plain(line), style="yellow") for line in troubles(status)]
+        if status.changes:
+            below.append(Text(plain(f"changed by hand: {'; '.join(status.changes)}"), style="cyan"))
         below.append(
             Text(plain(f"waits for {status.waiting_for}") if status.waiting_for else "", style="dim")
         )

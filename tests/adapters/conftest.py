@@ -29,11 +29,11 @@ HERE = Path(__file__).parent
 class Driver:
     """A `driver.py` in a virtualenv, asked one scenario at a time."""
 
-    def __init__(self, venv: Venv, home: Path) -> None:
+    def __init__(self, venv: Venv, home: Path, *places: Path) -> None:
         # Only `envs` of the checkout is on the path: an env server's interpreter has nothing else of ours.
         (home / "envs").symlink_to(CHECKOUT / "envs")
         _write_uv(home / "bin" / "uv", venv)
-        path = os.pathsep.join((str(home), str(HERE / "environments")))
+        path = os.pathsep.join(map(str, (home, HERE / "environments", *places)))
         environment = {name: value for name, value in os.environ.items() if not name.endswith("API_KEY")} | {
             "PYTHONPATH": path,
             "PATH": os.pathsep.join((str(home / "bin"), str(venv.python.parent), os.environ["PATH"])),
@@ -119,12 +119,13 @@ def _write_uv(path: Path, venv: Venv) -> None:
     path.chmod(0o755)
 
 
-def driver(venv: Venv) -> Iterator[Driver]:
+def driver(venv: Venv, *places: Path) -> Iterator[Driver]:
+    """One for as long as a test has it; `places` are searched for modules too."""
     reason = venv.missing()
     if reason:
         pytest.skip(reason)
     with tempfile.TemporaryDirectory() as home:
-        running = Driver(venv, Path(home))
+        running = Driver(venv, Path(home), *places)
         yield running
         running.close()
 

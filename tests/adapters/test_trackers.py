@@ -105,7 +105,7 @@ def config_of(tmp_path: Path, name: str, max_steps: int) -> Path:
         "trainer": {"bind": "tcp://127.0.0.1:0"},
         "http": {"port": 0},
         "log": {"format": "json"},
-        "track": {"use": [name]},
+        "track": {"use": [name], "samples_interval": 2},
     }
     return write_config(tmp_path / "config.toml", values)
 
@@ -133,6 +133,7 @@ def test_tensorboard_finds_every_step_once(tmp_path: Path) -> None:
     evaluated = [line["step"] for line in lines if line["kind"] == "eval"]
     assert sorted(step for step, _ in found["scalars"]["eval/held/avg@1"]) == sorted(evaluated)
     assert '"batch"' in found["texts"]["config"]
+    assert found["texts"]["samples"].startswith("|env|task|version|reward|group_mean|tokens|prompt|reply|")
 
 
 def test_wandb_offline_has_every_step_under_one_id(tmp_path: Path) -> None:
@@ -147,6 +148,8 @@ def test_wandb_offline_has_every_step_under_one_id(tmp_path: Path) -> None:
     evaluated = [row["step"] for row in found["history"] if "eval/held/avg@1" in row]
     assert sorted(evaluated) == sorted(line["step"] for line in lines if line["kind"] == "eval")
     assert found["config"]["batch"]["size"] == 16
+    tables = [row["step"] for row in found["history"] if any(key.startswith("samples") for key in row)]
+    assert tables == [1, 2, 4]
 
 
 def test_wandb_without_its_server_keeps_nothing_from_ending(tmp_path: Path) -> None:

@@ -82,15 +82,7 @@ OPENENV = Venv("openenv", ("openenv-core>=0.3,<0.4",))
 ATROPOS = Venv("atropos", ("atroposlib>=0.4,<0.5", "transformers<5"))
 TEXTARENA = Venv("textarena", ("textarena>=0.7.4,<0.8",))
 INSPECT = Venv("inspect", ("inspect-ai>=0.3.285,<0.4", "openai>=1.0"))
-TRAINERS = Venv(
-    "trainers",
-    (
-        "--extra-index-url=https://download.pytorch.org/whl/cpu",
-        "torch==2.13.0+cpu",
-        "atroposlib>=0.4,<0.5",
-        "transformers<5",
-    ),
-)
+TRAINERS = Venv("trainers", ("torch==2.13.*", "atroposlib>=0.4,<0.5", "transformers<5"))
 """Not an environment's: torch, and the example trainer that comes with Atropos."""
 TRACK = Venv("track", ("tensorboard>=2.18", "wandb>=0.19"))
 ALL = (REASONING_GYM, CLASSIC, V1, DATASET, OPENENV, ATROPOS, TEXTARENA, INSPECT, TRACK, TRAINERS)

@@ -241,11 +241,12 @@ def test_a_disk_that_fails_costs_rows_and_nothing_else(
             archive.scored(pending(position), "queued", 12.0)
             wait_until(lambda: not archive.waiting)
         wait_until(lambda: archive.lost == 3)
-        assert "unable to open" in archive.trouble
+        assert archive.note.startswith("rollouts are not kept for reading (3 records are lost): ")
+        assert "unable to open" in archive.note
         blocked.rmdir()
         archive.scored(pending(9), "queued", 12.0)
     assert [entry["event"] for entry in logs] == ["archive.losing", "archive.goes_on"]
-    assert archive.trouble == ""
+    assert archive.note == ""
     assert outcomes(tmp_path) == {"math/train/9": "queued"}
 
 

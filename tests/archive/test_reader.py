@@ -173,6 +173,7 @@ async def test_conversations_that_were_not_kept_come_from_the_journal(tmp_path: 
             listed = {group.id: group.has_text for group in reader.groups(texts=False)}
             assert listed == {**{f"math/train/{n}": True for n in range(4)}, "math/train/9": False}
             assert ids(reader.groups(contains="question 3")) == ["math/train/3"]
+            assert ids(reader.groups(readable=True, limit=1, texts=False)) == ["math/train/3"]
             lost = reader.group("math/train/9")
             assert lost is not None
             assert (lost.has_text, lost.rewards) == (False, (0.5, 0.5))

@@ -13,7 +13,7 @@ from orchestrator.config.reference import describe_type, render_reference
 from orchestrator.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
-CONFIGS = sorted((ROOT / "configs").glob("*.toml"))
+CONFIGS = sorted((ROOT / "configs").rglob("*.toml"))
 
 BASE = """
 [local]

@@ -1,11 +1,16 @@
 """What is seen of a folder of weights before an engine is asked to load it."""
 
+import io
 import json
+import os
 import re
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from orchestrator.inference.checkpoint import find_problem
 from tests.support.inference_engine import folder_of_weights, safetensors
@@ -45,6 +50,74 @@ def spoil_index(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text("[]")
 
 
+def write_tensors(folder: Path, tensors: object, data_bytes: int) -> None:
+    header = json.dumps(tensors).encode()
+    content = len(header).to_bytes(8, "little") + header + bytes(data_bytes)
+    (folder / "model.safetensors").write_bytes(content)
+
+
+def shrink_a_tensor(folder: Path) -> None:
+    write_tensors(folder, {"w": {"dtype": "BF16", "shape": [4, 3], "data_offsets": [0, 16]}}, 16)
+
+
+def leave_a_hole(folder: Path) -> None:
+    one = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+    write_tensors(folder, {"a": one, "b": {**one, "data_offsets": [16, 24]}}, 24)
+
+
+def overlap(folder: Path) -> None:
+    one = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+    write_tensors(folder, {"a": one, "b": {**one, "data_offsets": [4, 12]}}, 12)
+
+
+def declare_a_huge_header(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes((2**62).to_bytes(8, "little") + b"{}" * 8)
+
+
+def put_a_tensor_nowhere(folder: Path) -> None:
+    write_tensors(folder, {"w": {"dtype": "U8", "shape": [1], "data_offsets": [0, float("inf")]}}, 1)
+
+
+def move_a_tensor(folder: Path) -> None:
+    index = {"weight_map": {"w": "model.safetensors", "lm_head": "model.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def name_a_shard_elsewhere(folder: Path) -> None:
+    (folder.parent / "other.safetensors").write_bytes(safetensors())
+    index = {"weight_map": {"w": "../other.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def leave_a_pointer(folder: Path) -> None:
+    (folder / "model.safetensors").write_text(
+        "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 16\n"
+    )
+
+
+def put_a_folder_there(folder: Path) -> None:
+    (folder / "model-2.safetensors").mkdir()
+
+
+def put_a_pipe_there(folder: Path) -> None:
+    os.mkfifo(folder / "model-2.safetensors")
+
+
+def empty_torch_file(folder: Path) -> None:
+    (folder / "pytorch_model.bin").touch()
+
+
+def cut_torch_file(folder: Path) -> None:
+    whole = io.BytesIO()
+    with zipfile.ZipFile(whole, "w") as archive:
+        archive.writestr("archive/data.pkl", bytes(500))
+    (folder / "pytorch_model.bin").write_bytes(whole.getvalue()[:-60])
+
+
+def put_a_foreign_file(folder: Path) -> None:
+    (folder / "model.gguf").write_text("<html>404</html>")
+
+
 def remove_weights(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "notes.txt")
 
@@ -61,6 +134,19 @@ def remove_weights(folder: Path) -> None:
         (lose_a_shard, r"lacks model-2\.safetensors, which model\.safetensors\.index\.json names"),
         (spoil_index, r"model\.safetensors\.index\.json is not an index of weights"),
         (remove_weights, r"holds no weights"),
+        (shrink_a_tensor, r'has 16 bytes of tensor "w" where its shape and type need 24'),
+        (leave_a_hole, r'cannot be right: tensor "b" lies at 16 to 24'),
+        (overlap, r'cannot be right: tensor "b" lies at 4 to 12'),
+        (declare_a_huge_header, r"model\.safetensors is cut short or no safetensors file"),
+        (put_a_tensor_nowhere, r"has a header that cannot be read"),
+        (move_a_tensor, r'model\.safetensors has no tensor "lm_head", which .*index\.json says is there'),
+        (name_a_shard_elsewhere, r"lacks \.\./other\.safetensors"),
+        (leave_a_pointer, r"is a pointer of Git LFS"),
+        (put_a_folder_there, r"model-2\.safetensors is not a file"),
+        (put_a_pipe_there, r"model-2\.safetensors is not a file"),
+        (empty_torch_file, r"pytorch_model\.bin is empty"),
+        (cut_torch_file, r"pytorch_model\.bin is cut short"),
+        (put_a_foreign_file, r"model\.gguf is no GGUF file"),
     ],
 )
 def test_damage_is_named_with_the_file(tmp_path: Path, damage: Callable[[Path], None], said: str) -> None:
@@ -74,11 +160,34 @@ def test_damage_is_named_with_the_file(tmp_path: Path, damage: Callable[[Path], 
 def test_a_whole_checkpoint_in_shards_passes(tmp_path: Path) -> None:
     """Nothing is said about a folder that an engine can load, other files included."""
     folder = folder_of_weights(tmp_path)
-    (folder / "model-2.safetensors").write_bytes(safetensors(0))
+    (folder / "model-2.safetensors").write_bytes(safetensors(0, "b"))
     (folder / "config.json").write_text("{}")
-    shards = {"a": "model.safetensors", "b": "model-2.safetensors"}
+    shards = {"w": "model.safetensors", "b": "model-2.safetensors"}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
     assert find_problem(folder) == ""
+
+
+def test_files_of_torch_pass(tmp_path: Path) -> None:
+    """An archive as torch writes it today, and a pickle as it did before."""
+    with zipfile.ZipFile(tmp_path / "pytorch_model.bin", "w") as archive:
+        archive.writestr("archive/data.pkl", bytes(500))
+    (tmp_path / "old.pt").write_bytes(b"\x80\x02}q\x00.")
+    assert find_problem(tmp_path) == ""
+
+
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(cut=st.integers(0, 200), flipped=st.none() | st.tuples(st.integers(0, 40), st.integers(1, 255)))
+def test_no_bytes_are_too_odd_to_be_looked_at(
+    tmp_path: Path, cut: int, flipped: tuple[int, int] | None
+) -> None:
+    """Whatever was written, there is an answer; a file that is cut anywhere is never whole."""
+    content = bytearray(safetensors(100)[: len(safetensors(100)) - cut])
+    if flipped is not None and flipped[0] < len(content):
+        content[flipped[0]] ^= flipped[1]
+    (tmp_path / "model.safetensors").write_bytes(content)
+    problem = find_problem(tmp_path)
+    if flipped is None:
+        assert bool(problem) == (cut > 0)
 
 
 def test_a_folder_that_is_not_there_is_said_so(tmp_path: Path) -> None:

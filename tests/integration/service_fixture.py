@@ -8,6 +8,7 @@ comes from it carries a mark in its environment by which it is found, wherever i
 import asyncio
 import json
 import os
+import re
 import signal
 import sys
 import threading
@@ -64,10 +65,14 @@ def write_config(path: Path, values: Mapping[str, Any]) -> Path:
 
 def _toml(value: Any) -> str:
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key} = {_toml(item)}" for key, item in value.items()) + "}"
+        return "{" + ", ".join(f"{_key(key)} = {_toml(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list):
         return "[" + ", ".join(map(_toml, value)) + "]"
     return json.dumps(value)
+
+
+def _key(name: str) -> str:
+    return name if re.fullmatch(r"[\w-]+", name) else json.dumps(name)
 
 
 def make_config(run_dir: Path, base_url: str, envs: list[dict[str, Any]], **sections: Any) -> Config:

@@ -179,7 +179,7 @@ async def test_inference_servers_are_exchanged_under_load_with_nothing_lost(
     config = make_config(tmp_path / "run", policy, envs, max_steps=30)
     async with running_service(config) as running, asyncio.TaskGroup() as group:
         pool = running.service.pool
-        group.create_task(train_here(running.address, record))
+        training = group.create_task(train_here(running.address, record))
         await until(lambda: record.last_step >= 3)
         await tell(running, command="endpoint", action="add", url=other)
         await until(lambda: len(pool.ready) == 2)
@@ -189,8 +189,15 @@ async def test_inference_servers_are_exchanged_under_load_with_nothing_lost(
             "inference server removed",
         ]
         await until(lambda: [endpoint.url for endpoint in pool.endpoints] == [other])
-        assert await running.wait_end() == "max_steps reached"
+        step = record.last_step
+        await until(lambda: record.last_step >= step + 5)
         assert running.service.run.parts.facts.failures() == {}
+        training.cancel()
+    async with running_service(config) as running, asyncio.TaskGroup() as group:
+        assert [endpoint.url for endpoint in running.service.pool.endpoints] == [other]
+        assert running.service.status().changes == answer["changes"]
+        group.create_task(train_here(running.address, record))
+        assert await running.wait_end() == "max_steps reached"
     record.check(world_size=1, batch_size=8)
 
 

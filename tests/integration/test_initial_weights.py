@@ -12,7 +12,7 @@ from orchestrator.errors import ConfigError
 from orchestrator.inference import EngineRefusedError
 from orchestrator.local.policy import Policy
 from orchestrator.local.server import run_policy_server
-from orchestrator.trainer import AsyncTrainerClient
+from orchestrator.trainer import AsyncTrainerClient, Publication
 from tests.integration.env_servers import until
 from tests.integration.service_fixture import env, make_config, running_service
 
@@ -83,12 +83,12 @@ async def test_a_fresh_run_waits_for_the_trainers_version_0(tmp_path: Path, serv
         await until(lambda: "version 0 could not be loaded" in run.refused)
         assert running.service.pool.awaits_initial
         assert run.parts.ledger.total_inflight == 0
-        assert await trainer.publish(0, folder) == ""
+        assert await trainer.publish(0, folder) == Publication(0)
         await until(lambda: len(running.service.pool.ready) == 2)
         assert await labels(servers) == ["0", "0"]
         await until(lambda: run.loaded_path == folder)
         assert await trainer.next_batch() is not None
-        assert "nothing changes" in await trainer.publish(0, folder)
+        assert "nothing changes" in (await trainer.publish(0, folder)).note
     async with running_service(config) as running:
         assert len(running.service.pool.ready) == 2
         assert running.service.pool.loaded.path == folder

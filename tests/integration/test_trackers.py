@@ -37,7 +37,7 @@ async def test_a_resumed_run_goes_on_in_its_trackers(tmp_path: Path, base_url: s
             base_url,
             [env("Dice")],
             max_steps=max_steps,
-            track={"use": [RECORDING, RAISING], "options": {f'"{RECORDING}"': {"path": str(path)}}},
+            track={"use": [RECORDING, RAISING], "options": {RECORDING: {"path": str(path)}}},
             eval={"env": [env("Dice", num_examples=2, interval=2)]},
         )
         async with running_service(config) as running, asyncio.TaskGroup() as group:

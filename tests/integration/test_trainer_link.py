@@ -16,7 +16,7 @@ from structlog.testing import capture_logs
 from envs.curve import ServerKeys, generate_pair
 from orchestrator.errors import TrainerLinkError
 from orchestrator.groups.group import Batch
-from orchestrator.trainer import AsyncTrainerClient, TrainerClient
+from orchestrator.trainer import AsyncTrainerClient, Publication, TrainerClient
 from orchestrator.trainer.protocol import (
     PROTOCOL,
     Get,
@@ -29,6 +29,7 @@ from orchestrator.trainer.protocol import (
     decode_to_trainer,
     encode,
 )
+from orchestrator.trainer_link.publications import Loads
 from tests.support.journal_groups import make_batch
 from tests.support.journal_opening import open_journal
 from tests.support.trainer_links import make_server
@@ -117,8 +118,8 @@ async def test_the_async_client_does_the_same(bind: str) -> None:
             async for batch in trainer:
                 steps.append(batch.step)
                 assert acked == steps[:-1]
-                assert await trainer.publish(batch.step, f"ckpt/{batch.step}") == ""
-            assert "before" in await trainer.publish(3)
+                assert await trainer.publish(batch.step, f"ckpt/{batch.step}") == Publication(batch.step)
+            assert "before" in (await trainer.publish(3)).note
         assert steps == acked == [1, 2, 3]
         assert versions == [(step, f"ckpt/{step}") for step in (1, 2, 3)]
 
@@ -284,7 +285,7 @@ async def test_what_was_said_while_the_service_was_away_arrives(bind: str) -> No
             )
             second.restore(make_batch(1), ())
             async with second:
-                assert await published == ""
+                assert await published == Publication(1)
                 await trainer.ack(1)
                 assert (versions, acked) == ([1], [1])
                 await stack.aclose()
@@ -513,8 +514,43 @@ async def test_a_version_that_cannot_be_loaded_is_an_error_where_it_is_published
         with pytest.raises(TrainerLinkError, match="spoiled holds no weights"):
             await trainer.publish(1, "spoiled")
         assert published == []
-        assert await trainer.publish(1, "good") == ""
+        assert await trainer.publish(1, "good") == Publication(1)
         assert published == [(1, "good")]
+
+
+async def test_a_publication_can_wait_for_the_engines(bind: str) -> None:
+    """It is answered when the service knows, with what is known of each; a version that is refused after all is an error."""
+    outcomes = {
+        1: ("", {"http://a": "", "http://b": ""}),
+        2: ("", {"http://a": "", "http://b": "was restarted"}),
+        3: ("version 3 could not be loaded: torn", {}),
+    }
+    waits: list[tuple[int, float]] = []
+
+    def wait(version: int, wait_s: float, then: Loads) -> None:
+        waits.append((version, wait_s))
+        asyncio.get_running_loop().call_soon(then, *outcomes[version])
+
+    async with make_server(bind=bind, world_size=1, wait_loaded=wait) as server:
+        async with AsyncTrainerClient(server.address) as trainer:
+            assert not (await trainer.publish(0, "ckpt")).loaded_everywhere
+            assert waits == []
+            first = await trainer.publish(1, "ckpt", wait_s=30)
+            assert (first.note, first.engines, first.loaded_everywhere) == ("", outcomes[1][1], True)
+        address = server.address
+
+        def blocking() -> Publication:
+            with TrainerClient(address) as trainer:
+                return trainer.publish(2, "ckpt", wait_s=7.5)
+
+        second = await asyncio.to_thread(blocking)
+        assert (second.engines, second.loaded_everywhere) == (outcomes[2][1], False)
+        async with AsyncTrainerClient(server.address) as trainer:
+            again = await trainer.publish(2, "ckpt", wait_s=1)
+            assert ("was published before" in again.note, again.engines) == (True, outcomes[2][1])
+            with pytest.raises(TrainerLinkError, match="torn"):
+                await trainer.publish(3, "ckpt", wait_s=1)
+    assert waits == [(1, 30), (2, 7.5), (2, 1), (3, 1)]
 
 
 async def test_a_rank_that_dies_while_its_version_is_checked_holds_up_nobody(tmp_path: Path) -> None:
@@ -537,7 +573,7 @@ async def test_a_rank_that_dies_while_its_version_is_checked_holds_up_nobody(tmp
         checks[0]("")
         assert published == [1]
         async with AsyncTrainerClient(server.address) as second:
-            assert "was published before" in await second.publish(1, "ckpt")
+            assert "was published before" in (await second.publish(1, "ckpt")).note
         assert len(checks) == 1
 
 

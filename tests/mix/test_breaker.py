@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from orchestrator.mix import STRATEGIES, Change, CircuitBreaker, Transition, build_mix
+from orchestrator.mix import STRATEGIES, Change, CircuitBreaker, MixError, Transition, build_mix
 
 
 def make(strategy: str = "flow", weights: tuple[float, ...] = (0.4, 0.3, 0.3)) -> CircuitBreaker:
@@ -225,3 +225,54 @@ def test_an_impossible_report_is_refused() -> None:
     """More accepted than finished is a mistake of the caller."""
     with pytest.raises(ValueError, match="9 of 8"):
         make().on_finish("a", 8, 9, now=0.0)
+
+
+@pytest.mark.parametrize("strategy", list(STRATEGIES))
+def test_an_env_left_out_by_hand_gets_no_probes_and_returns_by_hand_alone(strategy: str) -> None:
+    """Whatever ends meanwhile, and over a restart of which the state knows nothing."""
+    mix = make(strategy)
+    mix.on_dispatch("a", 40, now=0.0)
+    mix.hold("a")
+    assert set(keep_picking(mix, 400, failing="nobody")) == {"b", "c"}
+    mix.on_finish("a", 40, 40, now=1.0)
+    assert mix.try_pick(["a"]) is None
+    assert mix.quarantined == mix.held == {"a"}
+    assert mix.numbers(1.0)["a"].held
+    later = make(strategy)
+    later.hold("a")
+    later.load_state_dict(json.loads(json.dumps(mix.state_dict())))
+    assert later.try_pick(["a"]) is None
+    freed = make(strategy)
+    freed.load_state_dict(json.loads(json.dumps(mix.state_dict())))
+    assert freed.try_pick(["a"]) == "a"
+    mix.release("a")
+    assert keep_picking(mix, 400, failing="nobody")["a"] > 100
+    assert mix.drain_transitions() == []
+
+
+@pytest.mark.parametrize("strategy", list(STRATEGIES))
+def test_weights_change_while_a_mix_runs(strategy: str) -> None:
+    """From then on the picks follow the new ones; ones that make no mix change nothing."""
+    mix = make(strategy)
+    keep_picking(mix, 300, failing="nobody")
+    with pytest.raises(MixError, match="every weight is 0"):
+        mix.set_weights([0.0, 0.0, 0.0])
+    assert mix.configured == pytest.approx((0.4, 0.3, 0.3))
+    mix.set_weights([6.0, 0.0, 2.0])
+    assert mix.configured == mix.targets == (0.75, 0.0, 0.25)
+    picked = keep_picking(mix, 1000, failing="nobody")
+    assert "b" not in picked
+    assert picked["a"] / picked.total() == pytest.approx(0.75, abs=0.05)
+
+
+def test_weights_that_change_keep_who_is_left_out() -> None:
+    """An env in quarantine stays there, unless it has no share any more."""
+    mix = make()
+    finish(mix, "c", 60, accepted=0)
+    mix.hold("b")
+    mix.set_weights([1.0, 1.0, 1.0])
+    assert mix.quarantined == {"b", "c"}
+    assert mix.held == {"b"}
+    assert mix.targets == (1.0, 0.0, 0.0)
+    mix.set_weights([1.0, 1.0, 0.0])
+    assert mix.quarantined == {"b"}

@@ -285,3 +285,23 @@ def test_every_option_of_a_strategy_is_in_the_reference(strategy: str) -> None:
     }
     assert all(f"{name} ({default}:" in part for name, default in options.items())
     assert options or "none" in part
+
+
+class Fixed(EnvMixStrategy):
+    """Has made up its mind."""
+
+    def pick(self, eligible: Collection[str] | None = None) -> str:
+        return next(name for name in self.env_names if eligible is None or name in eligible)
+
+    def set_weights(self, weights: Sequence[float]) -> None:
+        raise MixError("my plan was made at the start")
+
+
+def test_a_strategy_may_refuse_other_weights() -> None:
+    """One that looks at its weights at every pick follows them without a line of its own."""
+    rng = random.Random(0)
+    with pytest.raises(MixError, match="my plan was made at the start"):
+        CircuitBreaker(Fixed(NAMES, [1, 1, 1], rng=rng)).set_weights([1, 2, 3])
+    mix = CircuitBreaker(Draws(NAMES, [1, 1, 1], rng=rng))
+    mix.set_weights([0, 0, 1])
+    assert {mix.pick() for _ in range(50)} == {"c"}

@@ -26,6 +26,11 @@ def test_without_ratios_the_number_of_tasks_counts() -> None:
     assert mix_targets([EnvShare("a", num_tasks=300), EnvShare("b", num_tasks=100)]) == [0.75, 0.25]
 
 
+def test_an_env_that_is_alone_needs_no_ratio() -> None:
+    """Also where its tasks have no end."""
+    assert mix_targets([EnvShare("a")]) == [1.0]
+
+
 @pytest.mark.parametrize(
     ("envs", "complaint"),
     [

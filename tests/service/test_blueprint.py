@@ -275,3 +275,41 @@ def test_what_trackers_are_made_with_is_below_the_run_directory() -> None:
     directory = str(Path("runs/one").resolve())
     assert options == {"name": "one", "project": "p", "tags": ["a"], "directory": directory}
     assert track_blueprint.tracker_options(made, "tensorboard") == {"directory": f"{directory}/tensorboard"}
+
+
+@pytest.mark.usefixtures("connected")
+@pytest.mark.parametrize(
+    ("tables", "sections", "ratios", "why"),
+    [
+        ([{"ratio": 1.0}, {"ratio": 1.0}], {}, {"e0": 0.0, "e1": 0.0}, "every ratio is 0"),
+        ([{}, {}], {}, {"e0": 1.0}, "either every env sets a ratio or none does"),
+        ([{"ratio": 1.0, "min_batch_allocation": 0.2}, {"ratio": 1.0}], {}, {"e0": 0.0}, "its ratio is 0"),
+        (
+            [{"ratio": 1.0, "group_size": 12}, {"ratio": 1.0, "group_size": 4}],
+            {"batch": {"size": 16, "quotas": True, "on_starved": "wait", "on_stuck": "wait"}},
+            {"e1": 0.0},
+            "batch.size: no number of whole groups of 12 ever sums to 16",
+        ),
+    ],
+)
+def test_ratios_of_a_running_run_are_checked_like_those_of_a_configuration(
+    tables: list[dict[str, Any]], sections: dict[str, Any], ratios: dict[str, float], why: str
+) -> None:
+    """With minimums, quotas and sizes; the ones that hold are not touched."""
+    envs = [{"id": "reverse", "name": f"e{i}", **table} for i, table in enumerate(tables)]
+    made = config(train={"env": envs}, **sections)
+    changeable = settings_of(made).changeable
+    with pytest.raises(ConfigError, match=why):
+        changeable.targets(ratios)
+    assert changeable.ratios == {
+        name: table.get("ratio") for name, table in zip(["e0", "e1"], tables, strict=True)
+    }
+
+
+@pytest.mark.usefixtures("connected")
+def test_a_ratio_counts_within_its_domain() -> None:
+    """As it does in a configuration that gives targets by domain."""
+    envs = [{"id": "reverse", "name": f"e{i}", "ratio": 1.0} for i in range(3)]
+    domains = {"e0": 0.5, "e1": 0.25, "e2": 0.25}
+    made = config(train={"env": envs}, mix={"domains": domains})
+    assert settings_of(made).changeable.targets({"e0": 7.0}) == pytest.approx(domains)

@@ -235,11 +235,11 @@ class ScriptedEngine:
         return {"weight_version": self.label}
 
 
-def safetensors(data_bytes: int = 16) -> bytes:
+def safetensors(data_bytes: int = 16, name: str = "w") -> bytes:
     """A safetensors file with one tensor of this size."""
     header = {
         "__metadata__": {"format": "pt"},
-        "w": {"dtype": "U8", "shape": [data_bytes], "data_offsets": [0, data_bytes]},
+        name: {"dtype": "U8", "shape": [data_bytes], "data_offsets": [0, data_bytes]},
     }
     encoded = json.dumps(header).encode()
     return len(encoded).to_bytes(8, "little") + encoded + bytes(data_bytes)

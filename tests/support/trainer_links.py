@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from orchestrator.trainer_link.leases import Leases, Transport
+from orchestrator.trainer_link.publications import Loads
 from orchestrator.trainer_link.server import BatchServer, open_link
 
 
@@ -21,12 +22,18 @@ def accept(version: int, path: str | None, decided: Callable[[str], None]) -> No
     decided("")
 
 
+def loaded_at_once(version: int, wait_s: float, then: Loads) -> None:
+    """One engine, which has every version."""
+    then("", {"engine": ""})
+
+
 _COMMON: dict[str, Any] = {
     "run": "",
     "token": None,
     "keep": 1,
     "last_step": 0,
     "check_version": accept,
+    "wait_loaded": loaded_at_once,
     "on_ack": ignore,
     "on_rank_ack": ignore,
     "on_publish": ignore,

@@ -12,7 +12,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from orchestrator.errors import ConfigError
-from orchestrator.track import Tracker, Trackers, TrackerSetup, build_maker, flat_eval, flat_step
+from orchestrator.track import SampleRule, Tracker, Trackers, TrackerSetup, build_maker, flat_eval, flat_step
 from orchestrator.track.names import MOST_NAMES
 from tests.support.sample_steps import sample_step
 from tests.support.waiting import until
@@ -208,6 +208,36 @@ async def test_one_that_was_only_slow_gets_what_is_queued_at_the_end(held: Held)
     held.go.set()
     await trackers.aclose()
     assert held.steps == [1, 2, 3]
+
+
+async def test_samples_are_read_for_trackers_that_show_them_now_and_then(tmp_path: Path) -> None:
+    """Of the first step and of every third; a tracker without such a method costs no reading, and a failed reading no line."""
+    asked: list[int] = []
+    shown: list[tuple[int, Any]] = []
+
+    class Showing(Recording):
+        def log_samples(self, step: int, rows: Any) -> None:
+            shown.append((step, rows))
+
+    def read(step: int) -> list[dict[str, Any]]:
+        asked.append(step)
+        if step == 6:
+            raise OSError("the disk is gone")
+        return [] if step == 3 else [{"env": "math", "reply": "42"}]
+
+    rule = SampleRule(read=read, interval=3)
+    trackers = trackers_of(
+        lambda: Showing(str(tmp_path / "a")), lambda: Recording(str(tmp_path / "b")), samples=rule
+    )
+    for step in range(1, 10):
+        trackers.tell(step_line(step))
+    trackers.tell(EVALUATION)
+    await trackers.aclose()
+    assert asked == [1, 3, 6, 9]
+    assert shown == [(1, [{"env": "math", "reply": "42"}]), (9, [{"env": "math", "reply": "42"}])]
+    showing, recording = trackers.status()
+    assert (showing.logged, showing.lost, showing.error) == (10, 0, "OSError: the disk is gone")
+    assert (recording.logged, recording.error) == (10, "")
 
 
 class TestMaking:

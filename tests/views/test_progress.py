@@ -103,6 +103,14 @@ def test_trackers_and_a_full_disk_are_troubles() -> None:
     assert "disk" not in shown(sample_status(disk_free_bytes=10**12))
 
 
+def test_what_was_changed_by_hand_is_shown() -> None:
+    """A line each, so that nobody wonders why the run is not as its configuration says; many are counted."""
+    out = shown(sample_status(changes=[f"max_inflight: {n} -> 64 (http, 12:00)" for n in range(6)]))
+    assert "by hand: max_inflight: 0 -> 64 (http, 12:00)" in out
+    assert "and 2 more changes by hand" in out
+    assert "by hand" not in shown(sample_status())
+
+
 def test_more_envs_than_lines_are_counted() -> None:
     """On a terminal, so that what is waited for stays in the picture; what goes to a pipe or a file is whole."""
     envs = {f"e{number}": env_status(domain=f"e{number}") for number in range(40)}
@@ -353,3 +361,16 @@ def test_the_display_tells_what_a_failing_env_raised() -> None:
     )
     well = env_status(dispatched=1000, completed=990, inflight=0, failed=10, failure=said)
     assert said not in shown(sample_status(envs={"math": well}))
+
+
+def test_what_was_changed_by_hand_is_one_line() -> None:
+    """All differences from the configuration, and no line without any."""
+    changes = [
+        "ratio of env math: 0.5 -> 0.4 (since noon, by me)",
+        "max_inflight: 64 -> 32 (since noon, by me)",
+    ]
+    lines = shown(sample_status(changes=changes), width=200).splitlines()
+    assert [line.strip() for line in lines if "changed by hand" in line] == [
+        f"changed by hand: {'; '.join(changes)}"
+    ]
+    assert "changed by hand" not in shown(sample_status())

@@ -11,7 +11,6 @@ import contextlib
 import random
 import sys
 import tempfile
-from pathlib import Path
 from typing import Any
 
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, ScoredDataGroup
@@ -26,6 +25,10 @@ TEMPLATE = (
 )
 
 
+FOLDER = tempfile.TemporaryDirectory(prefix="atropos-tested-")
+"""Of this process alone: servers side by side each write theirs."""
+
+
 def make_tokenizer() -> str:
     """A directory with a tokenizer by characters, whose ids are not the engine's."""
     characters = [chr(number) for number in range(10, 127)]
@@ -35,9 +38,8 @@ def make_tokenizer() -> str:
     tokenizer.decoder = decoders.Fuse()
     made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="?", eos_token="</s>")
     made.chat_template = TEMPLATE
-    directory = Path(tempfile.gettempdir()) / "atropos-tested-tokenizer"
-    made.save_pretrained(directory)
-    return str(directory)
+    made.save_pretrained(FOLDER.name)
+    return FOLDER.name
 
 
 TOKENIZER = make_tokenizer()
