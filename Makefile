@@ -18,7 +18,7 @@ PARALLEL := --numprocesses $(WORKERS) --dist worksteal
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-integration test-adapters test-slow crash soak test-vllm coverage release-check adapters check format bench docs lock clean
+.PHONY: help setup run test test-integration test-adapters test-browser test-slow crash soak test-vllm coverage release-check adapters check format bench docs lock clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-13s %s\n", $$1, $$2}' Makefile
@@ -29,16 +29,19 @@ run: $(READY) ## run the whole loop on this machine, from the start (configs/qui
 	$(BIN)/orchestrator run configs/quickstart.toml --fresh
 
 test: $(READY) ## run the quick tests, side by side; they need no library but those in .venv
-	$(PYTEST) $(PARALLEL) -m "not integration and not slow and not adapters and not vllm" $(TEST_OPTIONS)
+	$(PYTEST) $(PARALLEL) -m "not integration and not slow and not adapters and not vllm and not browser" $(TEST_OPTIONS)
 
 test-integration: $(READY) ## run the tests that start whole services, stop them and kill them
-	$(PYTEST) $(PARALLEL) -m "integration and not slow and not adapters and not vllm" $(TEST_OPTIONS)
+	$(PYTEST) $(PARALLEL) -m "integration and not slow and not adapters and not vllm and not browser" $(TEST_OPTIONS)
 
 test-adapters: $(READY) adapters ## run the tests of environments of other libraries (installs 4 GB, once)
 	$(PYTEST) -m "adapters and not vllm" --timeout 600 tests/adapters
 
+test-browser: $(READY) ## run the tests of the page in a real browser; they need Debian's chromium
+	$(PYTEST) -m browser tests/browser --timeout 240
+
 test-slow: $(READY) ## run the tests that take longer than a few seconds each
-	$(PYTEST) $(PARALLEL) -m "slow and not adapters and not vllm" --timeout 600
+	$(PYTEST) $(PARALLEL) -m "slow and not adapters and not vllm and not browser" --timeout 600
 
 crash: $(READY) ## kill the orchestrator hundreds of times and prove that nothing was lost or repeated
 	CRASH_SEEDS=$(or $(CRASH_SEEDS),10) $(PYTEST) -m slow tests/integration/test_crash.py --timeout 3600

@@ -3,6 +3,8 @@
 import time
 from collections.abc import Callable, Sequence
 
+import msgspec
+
 from orchestrator.dispatch.waits import Wait, WaitKind
 from orchestrator.env_servers.env import Env
 from orchestrator.facts import EndpointStatus, Status, TrackerStatus, WaitStatus, status_without_run
@@ -42,7 +44,7 @@ class Front:
         self._driver: Driver[Run] | None = None
         self._server: BatchServer | None = None
         self._world_size = 0
-        self._over = False
+        self._last: Status | None = None
 
     def await_neighbours(self, envs: Sequence[Env], pool: InferencePool) -> None:
         """These are waited for from now on."""
@@ -53,15 +55,21 @@ class Front:
         self._driver, self._server, self._world_size = driver, server, world_size
 
     def leave(self) -> None:
-        """The run is over."""
-        self._driver, self._over = None, True
+        """The run is over; its last numbers stay to be seen."""
+        if self._driver is not None:
+            self._last = msgspec.structs.replace(
+                self.read(self._driver), state="finished", waits=[], waiting_for="", buffer="the run is over"
+            )
+        self._driver = None
 
     def status(self) -> Status:
         """The run at this moment; before there is one, what its start waits for."""
         if self._driver is not None:
             return self.read(self._driver)
+        if self._last is not None:
+            return self._last
         return status_without_run(
-            "finished" if self._over else "starting",
+            "starting",
             [WaitStatus(wait.kind.value, wait.text, None, wait.remedy) for wait in self.start_waits()],
             endpoints=[
                 EndpointStatus(e.name, e.healthy, e.inflight, e.version, e.error)
@@ -75,8 +83,6 @@ class Front:
 
     def start_waits(self) -> list[Wait]:
         """What the start waits for: env servers that load, inference servers that are not ready."""
-        if self._over:
-            return []
         if self._pool is None:
             return [Wait(WaitKind.START, "the journal to be read")]
         found = [

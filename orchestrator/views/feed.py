@@ -161,14 +161,18 @@ class Feed:
         if asked != (self._recorded.run_id, str(self._recorded.series.width)):
             return 1
         step = request.query.get("step", "")
-        return max(1, int(step) - OVERLAP) if step.isdecimal() and len(step) < 10 else 1
+        if not (step.isdecimal() and len(step) < 10):
+            return 1
+        # A run that was set back has other steps in the place of those that the page has.
+        same = str(self._recorded.series.formed_at(int(step))) == request.query.get("at")
+        return max(1, int(step) - OVERLAP) if same else 1
 
-    def _moment_of_series(self) -> tuple[str, int, int]:
-        return self._recorded.run_id, self._recorded.series.width, self._recorded.series.revision
+    def _moment_of_series(self) -> tuple[int, int, int]:
+        return self._recorded.generation, self._recorded.series.width, self._recorded.series.revision
 
-    def _changed_since(self, have: tuple[str, int, int]) -> int | None:
-        run, width, revision = have
-        same = (run, width) == (self._recorded.run_id, self._recorded.series.width)
+    def _changed_since(self, have: tuple[int, int, int]) -> int | None:
+        generation, width, revision = have
+        same = (generation, width) == (self._recorded.generation, self._recorded.series.width)
         return self._recorded.series.changed_since(revision) if same else 1
 
     async def find(self, request: Request) -> web.Response:

@@ -41,15 +41,18 @@ class RecordedRun:
     evals: list[Mapping[str, Any]] = field(default_factory=list)
     ends: tuple[StepRecord, StepRecord] | None = None
     """The first and the last step."""
+    generation: int = 0
+    """Grows when everything begins anew."""
     _known_evals: int = 0
 
     def refresh(self) -> None:
-        """Read on; a run that was started over begins anew."""
+        """Read on; a run that was started over or set back begins anew."""
         recorded = self.read(max(0, self.series.last - OVERLAP), self._known_evals)
-        if recorded.run_id != self.run_id:
-            known = bool(self.run_id)
+        known = bool(self.run_id)
+        if recorded.run_id != self.run_id or self._was_set_back(recorded.records):
             self.run_id, self.series, self.ends = recorded.run_id, Series(), None
             self.evals, self._known_evals = [], 0
+            self.generation += 1
             recorded = self.read(0, 0) if known else recorded
         self._known_evals += len(recorded.evals)
         self.evals = [*self.evals, *recorded.evals][-MAX_EVALS:]
@@ -57,6 +60,13 @@ class RecordedRun:
         if recorded.records:
             first = recorded.records[0] if self.ends is None else self.ends[0]
             self.ends = (first, recorded.records[-1])
+
+    def _was_set_back(self, records: Sequence[StepRecord]) -> bool:
+        """Whether the last known step is there no more, or another batch was formed in its place."""
+        last = self.series.last
+        return last > 0 and self.series.formed_at(last) not in [
+            record.at for record in records if record.step == last
+        ]
 
     def parts(self, since: int = 1) -> dict[str, Any]:
         """What the page draws, from a step on."""

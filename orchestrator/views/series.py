@@ -114,6 +114,10 @@ class Series:
             env: {what: dict(counts) for what, counts in told.items()} for env, told in self._totals.items()
         }
 
+    def formed_at(self, step: int) -> float | None:
+        """When a step's batch was formed; None for a step that is not known."""
+        return float(self._run["at"][step - 1]) if 0 < step <= self.last else None
+
     def of_env(self, env: str, name: str) -> NDArray[np.float64]:
         """The known values of one number of an env."""
         column = self._envs.get(env, {}).get(name, np.empty(0))

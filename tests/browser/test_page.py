@@ -100,9 +100,10 @@ async def test_a_live_run_is_watched_and_its_rollouts_are_read(browser: Browser,
         await tab.until("document.querySelectorAll('#rollouts tbody tr').length > 5")
         await tab.until(OPEN_ONE)
         await tab.until("document.querySelectorAll('.said pre').length > 1")
-        await tab.until_text("Rollout 1", ".detail")
+        await tab.until_text("reward", ".detail .member")
         await sees_no_trouble(tab)
         await tab.click("Overview")
+        await pauses_and_resumes(tab, tmp_path / "quickstart")
         killed = time.monotonic()
         os.kill(env_servers(command)[0], signal.SIGKILL)
         await tab.until(
@@ -112,6 +113,20 @@ async def test_a_live_run_is_watched_and_its_rollouts_are_read(browser: Browser,
         )
         print(f"a killed env server showed after {time.monotonic() - killed:.1f} s")  # noqa: T201
         await sees_no_trouble(tab)
+
+
+async def pauses_and_resumes(tab: Tab, run_dir: Path) -> None:
+    """The token is asked for once, for both."""
+    await tab.click("Pause")
+    await tab.until("document.querySelector('#ask').open")
+    token = (run_dir / "control.token").read_text(encoding="utf-8").strip()
+    await tab.js(f"document.querySelector('#token').value = {token!r}")
+    await tab.click("Go on")
+    await tab.until_text("Resume", "#controls")
+    await tab.until_text("paused", "#notices")
+    await tab.click("Resume")
+    await tab.until_text("Pause", "#controls")
+    assert not await tab.js("document.querySelector('#ask').open")
 
 
 @pytest.mark.parametrize("dark", [False, True])

@@ -2,9 +2,12 @@
 
 import asyncio
 import json
+import tomllib
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from fnmatch import fnmatch
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -172,11 +175,17 @@ async def test_a_page_that_lost_its_connection_gets_what_it_missed() -> None:
     """It says what it has; only the last steps are sent again, because reports come late."""
     async with showing() as site:
         site.last = 100
-        async with page_of(site, "?run=run&step=90&width=1") as frames:
+        at = f"&at={site.records[89].at}"
+        async with page_of(site, f"?run=run&step=90&width=1{at}") as frames:
             told = (await anext(frames))["series"]
             assert 50 < told["from"] < 90
             assert told["steps"][-1] == 100
-        for query in ("?run=other&step=90&width=1", "?run=run&step=90&width=2", "?run=run&step=x&width=1"):
+        for query in (
+            f"?run=other&step=90&width=1{at}",
+            f"?run=run&step=90&width=2{at}",
+            f"?run=run&step=x&width=1{at}",
+            "?run=run&step=90&width=1&at=1.5",
+        ):
             async with page_of(site, query) as frames:
                 assert (await anext(frames))["series"]["from"] == 0
 
@@ -189,6 +198,21 @@ async def test_a_run_that_is_started_over_begins_anew_on_an_open_page() -> None:
         told = [frame async for frame in until_news(frames)][-1]
         assert (told["run"], told["series"]["from"], told["series"]["steps"]) == ("other", 0, [1, 2])
         assert len(told["evals"]) == 1
+
+
+async def test_a_run_that_was_set_back_begins_anew_on_an_open_page() -> None:
+    """Steps that were formed again take the place of those before; none of the old ones stays."""
+    async with showing() as site, page_of(site) as frames:
+        site.last = 60
+        await anext(frames)
+        while (await anext(frames)).get("series", {}).get("last") != 60:
+            continue
+        for record in site.records[40:]:
+            record.at += 1000.0
+        site.last = 61
+        told = [frame async for frame in until_news(frames)][-1]
+        assert (told["series"]["from"], told["series"]["last"]) == (0, 61)
+        assert told["series"]["run"]["at"][40] == site.records[40].at
 
 
 async def test_one_rendering_serves_all_pages_and_none_is_made_for_nobody() -> None:
@@ -293,3 +317,15 @@ async def test_rollouts_are_asked_for_over_http(path: str, code: int, said: str)
         assert reply.content_type == ("application/json" if code == 200 else "text/plain")
         if "env=" in path:
             assert site.shelf.wanted == [{"env": "math", "step": "3"}]
+
+
+def test_the_files_of_the_page_are_in_the_package() -> None:
+    """Whoever installs the package has them; every file is used."""
+    root = Path(__file__).parent.parent.parent
+    there = {path.name for path in (root / "orchestrator" / "views" / "page").iterdir()}
+    patterns = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"][
+        "package-data"
+    ]
+    assert there == {"page.html", "style.css", *SCRIPTS}
+    for name in there:
+        assert any(fnmatch(f"views/page/{name}", pattern) for pattern in patterns["orchestrator"])

@@ -100,6 +100,22 @@ async def test_before_there_is_a_run_it_says_that_it_starts() -> None:
             assert (reply.status, await reply.text()) == (200, "")
 
 
+def test_when_the_run_is_over_its_last_numbers_stay() -> None:
+    """Whoever looks while the servers are stopped sees how it ended, not an empty run."""
+
+    class Told(Front):
+        def read(self, driver: Any) -> Status:
+            return sample_status(step=driver)
+
+    front = Told(notes=[], max_steps=9, batch_size=8)
+    front.enter(7, None, world_size=1)  # type: ignore[arg-type]  # only `read` looks at them
+    assert front.status().state == "running"
+    front.leave()
+    status = front.status()
+    assert (status.state, status.step, status.waits, status.buffer) == ("finished", 7, [], "the run is over")
+    assert list(status.envs) == ["math"]
+
+
 async def test_the_status_is_the_facts_of_the_moment() -> None:
     """/api/status is read anew for every request, and decodes to what it was made from."""
     async with serving() as site:

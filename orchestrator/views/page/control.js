@@ -16,14 +16,14 @@ function controls(run) {
 function envControls(run, env) {
   if (!isControlled(run)) return null;
   return env.quarantined
-    ? button("Restore", `take ${env.name} back`, { command: "restore", env: env.name })
-    : button("Quarantine", `leave ${env.name} out until it is restored`, { command: "quarantine", env: env.name }, `Leave ${env.name} out until it is restored?`);
+    ? button("Restore", `take ${env.name} back`, { command: "restore", env: env.name }, null, "link")
+    : button("Quarantine", `leave ${env.name} out until it is restored`, { command: "quarantine", env: env.name }, `Leave ${env.name} out until it is restored?`, "link");
 }
 
 const isControlled = (run) => parts.source instanceof Live && run.status.state === "running" && run.status.limit > 0;
 
-function button(text, title, command, question = null) {
-  return h("button", { type: "button", title, "data-key": JSON.stringify(command), class: command.command === "drain" ? "danger" : null, click: () => (!question || confirm(question)) && send(command) }, text);
+function button(text, title, command, question = null, kind = null) {
+  return h("button", { type: "button", title, "data-key": JSON.stringify(command), class: command.command === "drain" ? "danger" : kind, click: () => (!question || confirm(question)) && send(command) }, text);
 }
 
 /** Send a command; what became of it is said at the top. */

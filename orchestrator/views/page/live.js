@@ -46,14 +46,16 @@ class Live {
           continue;
         }
       }
-      this.say(`connection lost${this.run ? "; this is what was known at " + new Date(1000 * this.run.now).toLocaleTimeString() : ""}; trying again`);
+      if (this.run?.status.state === "finished") this.say("the run has ended; orchestrator view shows it from now on");
+      else this.say(`connection lost${this.run ? "; this is what was known at " + new Date(1000 * this.run.now).toLocaleTimeString() : ""}; trying again`);
       await new Promise((resolve) => setTimeout(resolve, this.wait));
       this.wait = Math.min(5000, this.wait * 1.5);
     }
   }
 
   async #read(silent) {
-    const have = this.run?.series ? `?${new URLSearchParams({ run: this.run.run, step: this.run.series.last, width: this.run.series.width })}` : "";
+    const known = this.run?.series;
+    const have = known?.last ? `?${new URLSearchParams({ run: this.run.run, step: known.last, width: known.width, at: pythonFloat(known.run.at[known.run.at.length - 1]) })}` : "";
     let alarm = setTimeout(() => silent.abort(), 10000);
     const reply = await ask(`/api/events${have}`, { signal: silent.signal });
     if (reply.status === 401) {
@@ -97,6 +99,9 @@ class Live {
     return reply.json();
   }
 }
+
+/** A time as the service writes it: with a decimal point always. */
+const pythonFloat = (value) => (Number.isInteger(value) ? value.toFixed(1) : String(value));
 
 /** Columns with the buckets of a later moment put in their places. */
 function joined(old, fresh) {

@@ -28,6 +28,7 @@ function notices(run) {
     if (env.servers && env.servers_ready < env.servers) say("warn", name, `has ${env.servers_ready} of ${env.servers} servers ready.`);
   }
   for (const endpoint of status.endpoints) if (!endpoint.healthy) say("warn", endpoint.url, endpoint.error || "is not in service");
+  if (status.changes?.length) say("", "Changed by hand:", status.changes.join("; "));
   const waits = status.waits.map((wait) => wait.text);
   if (waits.length) {
     const [first] = status.waits;
@@ -58,7 +59,7 @@ function facts(run) {
       status.max_steps > 0 && h("progress", { max: status.max_steps, value: status.step, "aria-label": "steps" })),
     living && fact("time left", duration(eta(run))),
     fact("reward", number(status.reward), change),
-    fact("policy version", number(status.version), status.published > status.version ? `${status.published} is being loaded` : ""),
+    fact("version", number(status.version), status.published > status.version ? `${status.published} published` : ""),
     fact("rollouts/s", number(status.rollouts_per_s, 1)),
     fact("tokens/s", number(isNumber(status.tokens_per_s) && status.tokens_per_s ? status.tokens_per_s : now("tokens_per_s"), 0)),
     living && fact("in flight", number(status.inflight), `of ${status.limit}`),
@@ -130,8 +131,8 @@ function envTable(run, act) {
     { name: "accepted", cell: (env) => percent(env.acceptance) },
     living && { name: "servers", cell: (env) => h("span", { class: env.servers_ready < env.servers ? "bad" : "" }, `${env.servers_ready}/${env.servers}`) },
     living && { name: "restarts", cls: "restarts", cell: (env) => h("span", { class: env.restarts ? "warn" : "dim" }, number(env.restarts)) },
+    { name: "", left: true, cell: (env) => [env.quarantined && h("span.pill.warn", null, "quarantined"), " ", act && act(env)] },
     { name: "not trained on", left: true, cell: (env) => why(Object.keys(env.dropped).length ? env.dropped : totals?.[env.name]?.dropped) || "–" },
-    { name: "", left: true, cell: (env) => [env.quarantined && h("span.pill.warn", null, "quarantined"), act && act(env)] },
   ].filter(Boolean), rows, { key: (env) => env.name, empty: "no environment has reported yet" });
 }
 

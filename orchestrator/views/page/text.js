@@ -78,6 +78,7 @@ function duration(seconds) {
   const whole = Math.round(seconds);
   if (whole < 60) return whole + " s";
   const minutes = Math.floor(whole / 60), hours = Math.floor(minutes / 60), days = Math.floor(hours / 24);
+  if (minutes >= 10 && hours < 1) return `${minutes} m`;
   if (hours < 1) return `${minutes} m ${String(whole % 60).padStart(2, "0")} s`;
   if (days < 1) return `${hours} h ${String(minutes % 60).padStart(2, "0")} m`;
   return `${days} d ${hours % 24} h`;
