@@ -77,11 +77,14 @@ class JournalStore:
                 if segment in self._live:
                     self._live[segment] = size
             self._give_back()
-            (self._checkpoint,) = self._connection.execute(
-                # A run that was set back is behind what was reported before.
-                "SELECT min((SELECT coalesce(max(CAST(value AS INTEGER)), 0) FROM meta WHERE key = ?),"
-                " (SELECT coalesce(max(step), 0) FROM batches))",
+            # A run that was set back is behind what was reported before; that was another run's checkpoint.
+            self._connection.execute(
+                "UPDATE meta SET value = (SELECT coalesce(max(step), 0) FROM batches)"
+                " WHERE key = ? AND CAST(value AS INTEGER) > (SELECT coalesce(max(step), 0) FROM batches)",
                 (CHECKPOINT,),
+            )
+            (self._checkpoint,) = self._connection.execute(
+                "SELECT coalesce(max(CAST(value AS INTEGER)), 0) FROM meta WHERE key = ?", (CHECKPOINT,)
             ).fetchone()
             self.kept: tuple[int, int] = self._connection.execute(
                 f"SELECT count(DISTINCT step), coalesce(sum(bytes), 0) FROM groups WHERE step IN ({_ACKNOWLEDGED})"  # noqa: S608
