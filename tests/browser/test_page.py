@@ -184,7 +184,7 @@ async def test_rollouts_are_filtered_compared_and_followed(browser: Browser, tmp
     async with viewing(write_run(tmp_path / "run")) as address, browser.tab() as tab:
         await tab.open(f"{address}#rollouts")
         await tab.until("document.querySelectorAll('#rollouts tbody tr').length > 5")
-        await tab.js("document.querySelector('#filter-contains').value = 'question of step 1 '")
+        await tab.js("document.querySelector('#filter-contains').value = 'question of step 1 <'")
         await tab.click("Find")
         await tab.until("document.querySelectorAll('#rollouts tbody tr').length === 1")
         await tab.js("document.querySelector('#rollouts tbody button').click()")
