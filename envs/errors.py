@@ -36,6 +36,8 @@ class FailureKind(StrEnum):
     """A training endpoint returned no token ids, or not one log-probability per token."""
     ABORTED = "aborted"
     """The engine ended the request early, for new weights or because it stops."""
+    NOT_TEXT = "not_text"
+    """The conversation holds an image or anything else that is not text."""
     EMPTY_COMPLETION = "empty_completion"
     """The policy sampled no token in the whole rollout."""
 

@@ -20,6 +20,7 @@ from envs.completion import Completion, Usage, decode_completion, decode_text_co
 from envs.errors import FailureKind, RolloutFailure, shown_url
 from envs.merging import Turn, merge_turns
 from envs.rollout import Rollout
+from envs.text_only import refuse_other_than_text
 
 Message = Mapping[str, Any]
 """One message of the OpenAI chat API."""
@@ -204,6 +205,7 @@ class Model:
         would rather hand in what they have.
         """
         conversation = self._with_system_prompt(messages)
+        refuse_other_than_text(conversation)
         request = {**self._settings.request, "messages": conversation}
         if tools:
             request["tools"] = tools

@@ -153,6 +153,7 @@ def test_the_sdk_imports_little() -> None:
 def test_importing_any_module_starts_no_thread() -> None:
     """No module does anything when it is imported: none of ours leaves a thread or an event loop behind."""
     of_extras = {f"orchestrator.track.{library}" for library in LIBRARIES_OF_TRACKERS}
+    of_extras.add("orchestrator.trainer.torch_dataset")
     names = [
         name
         for name in KNOWN

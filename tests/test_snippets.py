@@ -237,6 +237,7 @@ def test_the_programs_that_run_the_service_themselves_work(small: Path) -> None:
     assert json.loads((small / "runs" / "small" / "summary.json").read_text())["version"] == 3
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_the_page_about_rollouts_works(small: Path) -> None:
     """After a run, every command finds something, and so does the program."""

@@ -60,9 +60,7 @@ class Sampled:
         for place, message in enumerate(messages):
             if message.role == "assistant" and message.id in self._said:
                 native[place] = self._said[message.id]
-        self.failure = _not_text(native)
-        if self.failure is not None:
-            raise self.failure
+        self.failure = None
         asked = self.model.unrecorded() if scoring.get() else self.model
         wanted = turn_options(asked, options)
         if tools and choice not in ("auto", "none", None):
@@ -158,18 +156,3 @@ def _output(reply: Reply, message: Any, model: str) -> Any:
             total_tokens=usage.prompt_tokens + usage.completion_tokens,
         ),
     )
-
-
-def _not_text(messages: list[Any]) -> RolloutFailure | None:
-    """What is wrong with messages that hold more than text."""
-    for message in messages:
-        content = message.get("content")
-        if isinstance(content, list):
-            other = next((part["type"] for part in content if part.get("type") != "text"), None)
-            if other is not None:
-                return RolloutFailure(
-                    "not_text",
-                    f"a message of the sample has a part of type {other}; only text works here",
-                    retryable=False,
-                )
-    return None

@@ -9,6 +9,7 @@ import asyncio
 import sqlite3
 import threading
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -17,7 +18,14 @@ from typing import Self
 import structlog
 
 from envs.wire import Failure
-from orchestrator.archive.events import AttemptFailed, BatchFormed, Event, GroupEnded, GroupEvicted
+from orchestrator.archive.events import (
+    AttemptFailed,
+    BatchFormed,
+    Event,
+    GroupEnded,
+    GroupEvicted,
+    GroupsRecovered,
+)
 from orchestrator.archive.records import EVALUATED
 from orchestrator.archive.schema import FILE, ForeignFileError, move_aside
 from orchestrator.archive.store import ArchiveStore
@@ -125,6 +133,13 @@ class RolloutArchive:
         return f"rollouts are not kept for reading ({self.lost} records are lost): {self.trouble}"
 
     # --- what is told, on the event loop -----------------------------------------------------------------------------
+
+    def recovered(self, groups: Sequence[Group], batches: Sequence[Batch], now: float) -> None:
+        """What an earlier process left in the journal: it may have died before all of it was told."""
+        every = [*(group for batch in batches for group in batch.groups), *groups]
+        self._add(GroupsRecovered(every, now), EVENT_BYTES)
+        for batch in batches:
+            self.batch_formed(batch)
 
     def scored(self, pending: PendingGroup, outcome: str, now: float) -> None:
         self._add_group(pending, "train", outcome, None, now)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import msgspec
 
 from envs.wire import RolloutHeader
+from orchestrator.groups.group import Group
 from orchestrator.tasks.task import TrainTask
 
 
@@ -21,6 +22,13 @@ class GroupEnded(msgspec.Struct, gc=False):
     ended: float
     rollouts: Sequence[Sequence[RolloutHeader]] = ()
     transcripts: Sequence[bytes] = ()
+
+
+class GroupsRecovered(msgspec.Struct, gc=False):
+    """Groups that an earlier process left in the journal; it may have died before they were told."""
+
+    groups: Sequence[Group]
+    at: float
 
 
 class GroupEvicted(msgspec.Struct, gc=False):
@@ -49,4 +57,4 @@ class AttemptFailed(msgspec.Struct, gc=False):
     at: float
 
 
-Event = GroupEnded | GroupEvicted | BatchFormed | AttemptFailed
+Event = GroupEnded | GroupsRecovered | GroupEvicted | BatchFormed | AttemptFailed

@@ -14,8 +14,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import numpy as np
-
 from orchestrator.archive.filters import Bounds, Filters
 from orchestrator.archive.records import (
     QUEUED,
@@ -23,7 +21,7 @@ from orchestrator.archive.records import (
     ArchivedFailure,
     ArchivedGroup,
     OutcomeCount,
-    decode_rollouts,
+    members_of,
     plain_rollouts,
 )
 from orchestrator.archive.schema import APPLICATION_ID, FILE, SCHEMA_VERSION, identity_of
@@ -283,9 +281,7 @@ class RolloutReader:
         recorded = self._recorded(row)
         if recorded is None:
             return None
-        rollouts, lengths, truncated = _members(recorded)
-        found = decode_rollouts(recorded.transcript, ())
-        rewards = [one.reward for one in found] if found and len(found) == len(rollouts) else rollouts
+        rewards, lengths, truncated = members_of(recorded)
         return ArchivedGroup(
             seq=row.seq,
             id=row.id,
@@ -303,7 +299,7 @@ class RolloutReader:
             max_reward=max(rewards, default=None),
             mean_reward=sum(rewards) / len(rewards) if rewards else None,
             tokens=row.tokens,
-            truncated=truncated,
+            truncated=sum(truncated),
             started_at=row.finished_at,
             finished_at=row.finished_at,
             has_text=False,
@@ -316,18 +312,6 @@ class RolloutReader:
             return self._archive.execute(query, arguments).fetchall()
         except (sqlite3.Error, OverflowError) as error:
             raise JournalError(f"{self._path}: cannot be read: {error}") from error
-
-
-def _members(group: Group) -> tuple[list[float], list[int], int]:
-    """The reward and the tokens of each rollout of a recorded group, and how many were cut."""
-    numbers = group.facts["rollout"]
-    rewards, lengths, truncated = [], [], 0
-    for number in np.unique(numbers).tolist():
-        mine = numbers == number
-        rewards.append(float(group.rewards[mine].mean()))
-        lengths.append(int(np.asarray(group.lengths)[mine].sum()))
-        truncated += bool(group.facts["truncated"][mine].any())
-    return rewards, lengths, truncated
 
 
 def _from_row(row: Sequence[Any]) -> ArchivedGroup:

@@ -11,6 +11,8 @@ from typing import Any
 
 import msgspec
 
+from orchestrator.groups.group import Group
+
 QUEUED, TRAINED, EVALUATED = "queued", "trained", "evaluated"
 """Outcomes of groups that came to something; any other one is the reason why the group was not trained on."""
 
@@ -136,6 +138,29 @@ def decode_rollouts(transcript: bytes, known: Sequence[ArchivedRollout]) -> list
     if known and len(entries) != len(known):
         return None
     return [_rollout(number, entry, known) for number, entry in enumerate(entries)]
+
+
+def members_of(group: Group) -> tuple[list[float], list[int], list[bool]]:
+    """The reward and the tokens of each rollout of a recorded group, and whether it was cut.
+
+    Of a group that was split, the first part has the whole transcript; tokens of the rest are not counted.
+    """
+    rewards: dict[int, float] = {}
+    lengths: dict[int, int] = {}
+    truncated: dict[int, bool] = {}
+    facts = zip(group.facts["rollout"].tolist(), group.facts["truncated"].tolist(), strict=True)
+    for place, (number, cut) in enumerate(facts):
+        rewards[number] = float(group.rewards[place])
+        lengths[number] = lengths.get(number, 0) + group.lengths[place]
+        truncated[number] = truncated.get(number, False) or bool(cut)
+    told = decode_rollouts(group.transcript, ())
+    if told is not None and len(told) == group.rollouts:
+        rewards = {rollout.number: rollout.reward for rollout in told}
+    return (
+        list(rewards.values()),
+        [lengths.get(number, 0) for number in rewards],
+        [truncated.get(number, False) for number in rewards],
+    )
 
 
 def _rollout(number: int, entry: Mapping[str, Any], known: Sequence[ArchivedRollout]) -> ArchivedRollout:

@@ -14,8 +14,16 @@ from pathlib import Path
 
 import msgspec
 
-from orchestrator.archive.events import AttemptFailed, BatchFormed, Event, GroupEnded, GroupEvicted
-from orchestrator.archive.records import EVALUATED, QUEUED, TRAINED
+from envs.wire import RolloutHeader
+from orchestrator.archive.events import (
+    AttemptFailed,
+    BatchFormed,
+    Event,
+    GroupEnded,
+    GroupEvicted,
+    GroupsRecovered,
+)
+from orchestrator.archive.records import EVALUATED, QUEUED, TRAINED, members_of
 from orchestrator.archive.sample import Kept, Sample
 from orchestrator.archive.schema import open_for_writing
 from orchestrator.archive.space import DAY_S, forget_older, make_room
@@ -97,6 +105,8 @@ class ArchiveStore:
                 match event:
                     case GroupEnded():
                         self._add_group(event)
+                    case GroupsRecovered():
+                        self._recover(event)
                     case BatchFormed():
                         self._form(event)
                     case GroupEvicted():
@@ -161,6 +171,31 @@ class ArchiveStore:
         seq = self._connection.execute(_INSERT, row).lastrowid
         if seq is not None and low is not None and high is not None:
             self._offer(event, Kept(seq, low, high))
+
+    def _recover(self, event: GroupsRecovered) -> None:
+        """Groups that have no row get one: as queued, until their batch is told."""
+        for group in event.groups:
+            known = "SELECT 1 FROM groups WHERE id = ?"
+            if group.part or self._connection.execute(known, (group.task.key,)).fetchone():
+                continue
+            headers = [
+                RolloutHeader(reward, [length] if length else [], truncated=cut)
+                for reward, length, cut in zip(*members_of(group), strict=True)
+            ]
+            self._add_group(
+                GroupEnded(
+                    task=group.task,
+                    split="train",
+                    version=group.version,
+                    version_end=group.version_end,
+                    outcome=QUEUED,
+                    step=None,
+                    opened=event.at,
+                    ended=event.at,
+                    rollouts=[headers],
+                    transcripts=[group.transcript],
+                )
+            )
 
     def _offer(self, event: GroupEnded, group: Kept) -> None:
         """Keep the group's conversations if they are among those to be kept."""

@@ -172,7 +172,6 @@ class Dispatcher:
     def drop(self, group: PendingGroup, reason: str, *, again: bool) -> None:
         """Give up a group."""
         self._close(group, reason)
-        group.results.clear()
         self._out.append(GroupDropped(group, reason, again))
 
     # --- what goes out ---------------------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ _BLAME: Mapping[str, Blame] = {
     # Our own weight updates abort requests, and an engine that stops is seen by its health checks.
     FailureKind.ABORTED: Blame.NOT_THE_ENDPOINT,
     FailureKind.BAD_REQUEST: Blame.NOT_THE_ENDPOINT,
+    FailureKind.NOT_TEXT: Blame.NOT_THE_ENDPOINT,
     FailureKind.CONTEXT_LENGTH: Blame.NOT_THE_ENDPOINT,
     FailureKind.EMPTY_COMPLETION: Blame.NOT_THE_ENDPOINT,
 }

@@ -393,6 +393,7 @@ class Run:
                         absorbed = True
                         if group.lane is Lane.TRAIN:
                             self.parts.sink.dropped(group, reason, again=again, now=now)
+                        group.results.clear()
                     case _:
                         self._out.append(instruction)
         return absorbed

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from envs.addresses import shown_url
 from orchestrator.dispatch.ledger import Lane, Outcome
 from orchestrator.dispatch.waits import Wait
 from orchestrator.facts import (
@@ -73,7 +74,8 @@ def build_status(
         envs=envs,
         domains=by_domain(envs),
         endpoints=[
-            EndpointStatus(e.url, e.healthy, e.inflight, e.version, e.error) for e in parts.pool.endpoints
+            EndpointStatus(shown_url(e.url), e.healthy, e.inflight, e.version, e.error)
+            for e in parts.pool.endpoints
         ],
         evals=parts.eval_sink.results[-20:],
         staleness=facts.staleness_numbers(),
@@ -175,7 +177,8 @@ def diagnose(run: Run, now: float) -> dict[str, Any]:
         if oldest is None
         else {"task": oldest.group.task.key, "seconds": round(now - oldest.started, 1)},
         "endpoints": {
-            e.url: e.error or ("in service" if e.healthy else "out of service") for e in parts.pool.endpoints
+            shown_url(e.url): e.error or ("in service" if e.healthy else "out of service")
+            for e in parts.pool.endpoints
         },
         "servers_ready": {name: port.ready_servers for name, port in parts.train.items()},
         "formed": parts.versions.formed,

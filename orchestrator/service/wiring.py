@@ -78,8 +78,7 @@ async def open_archive(
         )
     )
     front.troubles.append(lambda: archive.note)
-    for batch in recovered.batches:
-        archive.batch_formed(batch)
+    archive.recovered(recovered.groups, recovered.batches, time.monotonic())
     return archive
 
 

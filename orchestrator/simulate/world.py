@@ -27,7 +27,7 @@ from orchestrator.run.resume import JournaledWeights, resume
 from orchestrator.run.run import Run
 from orchestrator.run.settings import RunSettings
 from orchestrator.simulate.journal import MemoryJournal
-from orchestrator.sinks.archive import NoArchive
+from orchestrator.sinks.archive import Archive, NoArchive
 
 Draw = Callable[[random.Random], float]
 
@@ -209,11 +209,13 @@ class World:
         train_s: Draw = lambda rng: 1.0,
         load_s: Draw = lambda rng: 0.0,
         publish_every: int = 1,
+        archive: Archive | None = None,
     ) -> None:
         self.settings = settings
         self.behaviours = dict(behaviours)
         self.now = 0.0
         self.rng = random.Random(seed)
+        self._archive = archive or NoArchive()
         self._train_s, self._load_s, self._publish_every = train_s, load_s, publish_every
         self.envs = {
             name: VirtualEnv(
@@ -249,7 +251,7 @@ class World:
             evals={name: self.envs[name] for name in evals},
             pool=self.pool,
             journal=self.journal,
-            archive=NoArchive(),
+            archive=self._archive,
             offer=self._offer,
             now=self.now,
         )

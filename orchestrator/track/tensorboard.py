@@ -19,8 +19,6 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter  # type
 
 from orchestrator.track.tracker import Tracker
 
-FLUSH_S = 10
-
 
 class TensorboardTracker(Tracker):
     """Writes event files into `directory`/RUN_ID."""
@@ -32,7 +30,7 @@ class TensorboardTracker(Tracker):
 
     def start(self, config: Mapping[str, Any], run_id: str, resumed: bool) -> None:
         """The configuration is a text of the run."""
-        self._writer = EventFileWriter(str(self._directory / run_id), flush_secs=FLUSH_S)
+        self._writer = EventFileWriter(str(self._directory / run_id))
         self._purges = resumed
         if not resumed:
             self._write_text("config", f"```json\n{json.dumps(config, indent=2)}\n```", 0)
@@ -74,6 +72,7 @@ class TensorboardTracker(Tracker):
         assert self._writer is not None
         event.wall_time, event.step = time.time(), step
         self._writer.add_event(event)
+        self._writer.flush()  # what a killed process had in memory would never be told again
 
 
 def _cell(value: Any) -> str:

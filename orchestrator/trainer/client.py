@@ -116,6 +116,22 @@ class _Conversation:
     def world_size(self) -> int:
         return self._session.world_size
 
+    @property
+    def run(self) -> str:
+        """Which run is served; the same after a restart of the service."""
+        assert self._session.welcome is not None, "the client has not joined"
+        return self._session.welcome.run
+
+    @property
+    def after(self) -> int:
+        """The step behind which iteration goes on."""
+        assert self._after is not None, "the client has not joined"
+        return self._after
+
+    def resume_after(self, step: int) -> None:
+        """Go on behind another step than the service says; as the argument of the same name, once joined."""
+        self._after = step
+
     def _open(self) -> Channel:
         return open_channel(self.address, **self._keys)
 

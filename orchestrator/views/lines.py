@@ -17,6 +17,8 @@ NAME_LENGTH = 18
 """Of a name inside a line: an evaluation then fits into 50 columns."""
 MOST_NAMED = 3
 """Envs that a line names; the others are counted."""
+MOST_ALIKE = 4
+"""Troubles of one kind that are told; the status has all of them."""
 MOST_CHANGES = 4
 MOST_REPORTED = 4
 """Numbers of the trainer that the display shows; the status has all of them."""
@@ -103,21 +105,22 @@ def _evaluation(env: str, results: list[Mapping[str, Any]]) -> Text:
 
 def troubles(status: Status) -> list[str]:
     """What is not as it was asked for, a line each."""
-    lines = [
+    absent = [
         f'env "{name}" is missing from batches: {env.minimum_waived}'
         for name, env in status.envs.items()
         if env.minimum_waived
     ]
-    lines += [
+    failing = [
         f'env "{name}": {env.failed} of {env.failed + env.completed} rollouts did not end well, the last: {env.failure}'
         for name, env in status.envs.items()
         if env.failure and (env.quarantined or env.failed >= FAILED_SHARE * (env.failed + env.completed))
     ]
-    lines += [
+    lost = [
         f"inference server {endpoint.url}: {endpoint.error}"
         for endpoint in status.endpoints
         if endpoint.error and not endpoint.healthy
     ]
+    lines = [line for found in (absent, failing, lost) for line in _first(found)]
     lines += [
         f'tracker "{tracker.name}": {tracker.error}'
         + (f" ({tracker.lost} of {tracker.logged + tracker.lost} lines lost)" if tracker.lost else "")
@@ -127,6 +130,12 @@ def troubles(status: Status) -> list[str]:
     if status.disk_free_bytes is not None and status.disk_free_bytes < LOW_DISK_BYTES:
         lines.append(f"the disk of the run directory has {status.disk_free_bytes / 1e9:.1f} GB left")
     return [*lines, *filter(None, (status.refused, status.mismatch))]
+
+
+def _first(lines: list[str]) -> list[str]:
+    """The first ones, and how many there are like them."""
+    more = len(lines) - MOST_ALIKE
+    return lines if more <= 0 else [*lines[:MOST_ALIKE], f"and {more} more like this"]
 
 
 def _shown(reports: Mapping[str, ReportStatus]) -> list[tuple[str, ReportStatus]]:

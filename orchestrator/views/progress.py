@@ -28,13 +28,13 @@ LEAST_ROWS = 3
 
 async def show_progress(status: Callable[[], Status], console: Console) -> None:
     """Redraw until cancelled; the last picture stays."""
-    with Live(render(status()), console=console, auto_refresh=False, transient=False) as live:
+    with Live(render(status(), live=True), console=console, auto_refresh=False, transient=False) as live:
         try:
             while True:
                 await asyncio.sleep(REFRESH_S)
-                live.update(render(status()), refresh=True)
+                live.update(render(status(), live=True), refresh=True)
         finally:
-            live.update(render(status()), refresh=True)
+            live.update(render(status(), live=True), refresh=True)
 
 
 @asynccontextmanager
@@ -42,10 +42,10 @@ async def show_start(status: Callable[[], Status], console: Console) -> AsyncIte
     """While the block runs, say what the start waits for; nothing of it stays."""
 
     async def redraw() -> None:
-        with Live(render(status()), console=console, auto_refresh=False, transient=True) as live:
+        with Live(render(status(), live=True), console=console, auto_refresh=False, transient=True) as live:
             while True:
                 await asyncio.sleep(REFRESH_S)
-                live.update(render(status()), refresh=True)
+                live.update(render(status(), live=True), refresh=True)
 
     drawing = asyncio.create_task(redraw())  # noqa: TID251  ended and awaited below
     try:
@@ -55,16 +55,17 @@ async def show_start(status: Callable[[], Status], console: Console) -> AsyncIte
         await asyncio.wait([drawing])
 
 
-def render(status: Status) -> RenderableType:
-    """One picture of a run."""
-    return _Picture(status)
+def render(status: Status, *, live: bool = False) -> RenderableType:
+    """One picture of a run; a `live` one is no higher than the terminal."""
+    return _Picture(status, live)
 
 
 class _Picture:
-    """Fits itself into the width that there is, and on a terminal into the height."""
+    """Fits itself into the width that there is, and a live one into the height."""
 
-    def __init__(self, status: Status) -> None:
+    def __init__(self, status: Status, live: bool) -> None:
         self._status = status
+        self._live = live
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         status, width = self._status, options.max_width
@@ -86,7 +87,7 @@ class _Picture:
             Text(plain(f"waits for {status.waiting_for}") if status.waiting_for else "", style="dim")
         )
         most_rows = None
-        if console.is_terminal:
+        if self._live and console.is_terminal:
             taken = len(above) + 1 + sum(-(-text.cell_len // width) or 1 for text in below)
             most_rows = max(LEAST_ROWS, console.height - taken - 1)
         yield from above

@@ -24,7 +24,17 @@ from orchestrator.journal import JournalReader
 from orchestrator.local.server import PolicyServerSpec, serve
 from orchestrator.trainer import AsyncTrainerClient, TrainingBatch
 from tests.adapters.conftest import HERE
-from tests.adapters.venvs import ATROPOS, DATASET, INSPECT, OPENENV, TEXTARENA, Venv
+from tests.adapters.venvs import (
+    ATROPOS,
+    CLASSIC,
+    DATASET,
+    INSPECT,
+    OPENENV,
+    REASONING_GYM,
+    TEXTARENA,
+    V1,
+    Venv,
+)
 from tests.integration.recording_trainer import TrainerRecord, describe
 from tests.integration.service_fixture import Command, settings, write_config
 
@@ -67,6 +77,9 @@ FAMILIES = {
     "openenv": Family(OPENENV, "openenv::openenv_tested:echo", {"max_turns": 2}),
     "atropos": Family(ATROPOS, "atropos::atropos_tested:Reversing", cursor=True),
     "textarena": Family(TEXTARENA, "textarena::KuhnPoker-v0"),
+    "reasoning_gym": Family(REASONING_GYM, "reasoning_gym::chain_sum"),
+    "verifiers_classic": Family(CLASSIC, "verifiers::classic-tested", {"kind": "group"}),
+    "verifiers_v1": Family(V1, "verifiers::v1-tested"),
     "inspect": Family(INSPECT, "inspect::inspect_tested/sums", {"log_dir": "inspect"}),
 }
 
@@ -179,7 +192,7 @@ def _position(group: str) -> int:
 
 @pytest.mark.adapters
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", FAMILIES)
 async def test_two_workers_a_restart_and_a_kill_inside_a_group_lose_and_double_nothing(
     name: str, tmp_path: Path, sockets: Path

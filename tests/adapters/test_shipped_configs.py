@@ -49,7 +49,7 @@ def test_it_can_be_checked_where_the_library_is_not(name: str, capsys: pytest.Ca
 
 @pytest.mark.adapters
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", VENVS)
 async def test_it_runs_with_the_local_policy(name: str, tmp_path: Path) -> None:
     """From the first step to the last, with every environment in the batches and no rollout failed."""

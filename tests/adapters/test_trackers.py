@@ -136,6 +136,25 @@ def test_tensorboard_finds_every_step_once(tmp_path: Path) -> None:
     assert found["texts"]["samples"].startswith("|env|task|version|reward|group_mean|tokens|prompt|reply|")
 
 
+WRITE_TENSORBOARD = """
+import sys
+from orchestrator.track.tensorboard import TensorboardTracker
+for resumed, steps in ((False, (1, 2, 3)), (True, (2, 3))):
+    tracker = TensorboardTracker(sys.argv[1])
+    tracker.start({}, "one", resumed)
+    for step in steps:
+        tracker.log(step, {"reward": step + 10.0 * resumed})
+    tracker.close()
+"""
+
+
+def test_tensorboard_forgets_steps_that_are_logged_again(tmp_path: Path) -> None:
+    """Of a run that was killed before a step was acknowledged, or that was set back."""
+    run(sys.executable, "-c", WRITE_TENSORBOARD, tmp_path)
+    found = json.loads(run(TRACK.python, "-c", READ_TENSORBOARD, tmp_path / "one"))
+    assert found["scalars"]["reward"] == [[1, 1.0], [2, 12.0], [3, 13.0]]
+
+
 def test_wandb_offline_has_every_step_under_one_id(tmp_path: Path) -> None:
     """Each process leaves its part of the run, for `wandb sync` to join."""
     lines = run_twice(tmp_path, "wandb", WANDB_MODE="offline")

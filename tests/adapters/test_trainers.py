@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 
+from orchestrator.bridges.atropos_server import run_bridge
+from orchestrator.trainer import AsyncTrainerClient
 from orchestrator.trainer.batch import decode_batch
 from orchestrator.trainer_link.encoding import encode_batch
 from tests.adapters.venvs import CHECKOUT, TRAINERS
 from tests.support.journal_groups import make_batch
+from tests.support.snippets import free_port
 from tests.support.trainer_links import make_server
 
 pytestmark = [pytest.mark.adapters, pytest.mark.timeout(300)]
@@ -65,3 +68,41 @@ async def test_a_torch_data_loader_reads_every_batch(python: Path, tmp_path: Pat
         assert sum(item[2] for item in padded) == sampled
         assert [item[2:] for item in packed] == [[sampled, sampled]]
         assert packed[0][1][0] == -(-len(batch.tokens) // 8) * 8
+
+
+async def test_the_example_trainer_of_atropos_reads_every_batch_through_the_bridge(
+    python: Path, tmp_path: Path
+) -> None:
+    """Its own functions register, ask and lay out; what they train on is what was sampled, and each batch comes once."""
+    acked: list[int] = []
+    async with make_server(bind=f"ipc://{tmp_path}/s", world_size=1, on_ack=acked.append) as server:
+        for step in (1, 2, 3):
+            server.offer(make_batch(step))
+        server.finish("max_steps")
+        port = free_port()
+        bridge = run_bridge(
+            AsyncTrainerClient(server.address, auto_ack=False),
+            host="127.0.0.1",
+            port=port,
+            note=tmp_path / "note.json",
+        )
+        async with asyncio.TaskGroup() as tasks:
+            bridging = tasks.create_task(bridge)
+            told = await run_script(python, "atropos_trainer.py", f"http://127.0.0.1:{port}", "3")
+            await bridging
+    assert acked == [1, 2, 3]
+    for step, seen in enumerate(told["seen"], start=1):
+        batch = decode_batch([bytearray(frame) for frame in encode_batch(make_batch(step), 0, 1)])
+        assert (seen["at_once"], seen["advantages"]) == (1, len(batch))
+        expected = sorted(
+            (
+                int(sequence.tokens[0]),
+                int(sequence.mask[1:].sum()),
+                float(sequence.logprobs[1:][sequence.mask[1:] != 0].sum()),
+            )
+            for sequence in batch.sequences
+        )
+        for row, wanted in zip(sorted(map(tuple, seen["rows"])), expected, strict=True):
+            assert row == pytest.approx(wanted, abs=1e-4)
+        heats = sorted(sequence.temperature or 1.0 for sequence in batch.sequences)
+        assert sorted(seen["temperatures"]) == pytest.approx(heats)

@@ -15,7 +15,7 @@ from orchestrator.archive import RolloutReader
 from orchestrator.archive import archive as archive_module
 from orchestrator.archive.schema import FILE
 from orchestrator.archive.space import used_bytes
-from tests.support.archived import batch_of, evaluated, failure, opened, pending, wait_until
+from tests.support.archived import batch_of, evaluated, failure, opened, pending, scored_group, wait_until
 
 MIB = 2**20
 
@@ -73,6 +73,35 @@ def test_a_group_asked_again_replaces_its_row(tmp_path: Path) -> None:
             ("eval-math/train/1@3", (1.0,)),
         ]
         assert not list(reader.groups(contains="first time"))
+
+
+def test_what_was_not_told_before_a_crash_is_found_in_the_journal(tmp_path: Path) -> None:
+    """Groups that are queued or in a batch get the rows that they lack; those that they have stay."""
+    told, formed, queued = pending(0, text="told"), pending(1, (0.25, 0.75)), pending(2)
+    with opened(tmp_path) as archive:
+        archive.scored(told, "queued", 12.0)
+    left = [scored_group(told), scored_group(queued)]
+    with opened(tmp_path, last_step=4) as archive:
+        archive.recovered(left, [batch_of(4, formed)], 20.0)
+    assert outcomes(tmp_path) == {
+        "math/train/0": "queued",
+        "math/train/1": "trained",
+        "math/train/2": "queued",
+    }
+    with RolloutReader(tmp_path) as reader:
+        (found,) = reader.groups(step=4)
+        assert (found.rewards, found.tokens, found.version) == ((0.25, 0.75), 10, 0)
+        assert found.rollouts[1].messages[0]["content"] == "question 1"
+        assert next(reader.groups(contains="told")).id == "math/train/0"
+
+
+def test_what_a_failed_group_had_can_be_read(tmp_path: Path) -> None:
+    """The rollouts that worked before another one failed it."""
+    with opened(tmp_path) as archive:
+        archive.dropped(pending(0, (0.5,), text="worked"), "error", 12.0)
+    with RolloutReader(tmp_path) as reader:
+        (found,) = reader.groups(contains="worked")
+        assert (found.outcome, found.rewards, found.step) == ("error", (0.5,), 1)
 
 
 def test_a_group_that_is_split_or_evicted_ends_once(tmp_path: Path) -> None:

@@ -324,6 +324,21 @@ async def test_a_turn_cannot_set_what_the_model_decides(
     assert endpoint.requests == []
 
 
+@pytest.mark.parametrize("kind", ["image_url", "input_audio", "file"])
+async def test_what_is_not_text_is_refused_before_the_policy_is_asked(
+    endpoint: ChatEndpoint, client: InferenceClient, kind: str
+) -> None:
+    """An image's tokens could not be trained on; parts of text are fine."""
+    model = model_of(endpoint, client)
+    text = {"type": "text", "text": "What is this?"}
+    await model.chat([{"role": "user", "content": [text]}])
+    with pytest.raises(
+        RolloutFailure, match=f"role user has a part of type {kind}; only text works"
+    ) as caught:
+        await model.chat([{"role": "user", "content": [text, {"type": kind, kind: {}}]}])
+    assert (caught.value.kind, caught.value.retryable, len(endpoint.requests)) == ("not_text", False, 1)
+
+
 async def test_tools_and_tool_calls_pass_through(endpoint: ChatEndpoint, client: InferenceClient) -> None:
     """The calls are in the reply, and the message can be sent back as it is."""
     call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": "{}"}}

@@ -65,6 +65,15 @@ def test_a_diagnosis_names_the_oldest_rollout() -> None:
     assert diagnose(world.run, 30.0)["endpoints"] == {"http://virtual/v1": "out of service"}
 
 
+def test_credentials_in_an_address_are_shown_nowhere() -> None:
+    """The status goes to the display, to HTTP and to Prometheus, the diagnosis to the log."""
+    world = make_world({"a": Behaviour()})
+    world.run.parts.pool.endpoints[0].url = "http://user:sesame@virtual/v1?key=sesame"  # type: ignore[misc]
+    status = build_status(world.run, 0.0)
+    assert [endpoint.url for endpoint in status.endpoints] == ["http://virtual/v1"]
+    assert "sesame" not in msgspec.json.encode(status).decode() + str(diagnose(world.run, 0.0))
+
+
 def test_a_cancelled_rollout_is_not_a_failed_one() -> None:
     """What is given up at the end of a run did nothing wrong."""
     world = make_world(

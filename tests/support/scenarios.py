@@ -259,7 +259,7 @@ def steered(draw: st.DrawFn) -> Scenario:
     """Any run with a person who keeps changing it; at the end of all that, it is not paused."""
     scenario = draw(scenarios())
     names = [f"e{number}" for number in range(len(scenario.envs))]
-    times = st.floats(0.0, 60.0).map(lambda x: round(x, 1))
+    times = st.floats(0.0, 15.0).map(lambda x: round(x, 1))
     said = draw(st.lists(st.tuples(times, commands(names)), max_size=12))
     return replace(scenario, commands=(*said, (90.0, {"command": "resume"})))
 

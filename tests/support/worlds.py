@@ -186,7 +186,7 @@ def make_world(behaviours: Mapping[str, Behaviour], **options: Any) -> TestedWor
     """A world around a run of these envs; envs that only `evals` name are not trained on."""
     world = {
         name: options.pop(name)
-        for name in ("max_inflight", "servers", "capacity", "train_s", "load_s", "publish_every")
+        for name in ("max_inflight", "servers", "capacity", "train_s", "load_s", "publish_every", "archive")
         if name in options
     }
     for name in ("train_s", "load_s"):

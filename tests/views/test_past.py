@@ -16,6 +16,8 @@ from orchestrator.dispatch.ledger import Ledger
 from orchestrator.dispatch.versions import Versions
 from orchestrator.facts import Facts
 from orchestrator.journal import Journal
+from orchestrator.service.front import Front
+from orchestrator.views.http import build_app, serve_http
 from orchestrator.views.past import read_past
 from tests.support.journal_groups import make_batch
 from tests.support.journal_opening import open_journal
@@ -116,6 +118,20 @@ async def test_a_directory_in_use_is_not_called_dead(
     out = capsys.readouterr().out
     assert out.startswith("busy: an orchestrator uses the directory")
     assert "nothing answers" in out
+
+
+async def test_a_run_that_starts_again_says_what_it_has_done(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """While environments load, the service itself knows only what it waits for."""
+    front = Front(notes=[], max_steps=3, batch_size=8)
+    app = build_app(status=front.status, metrics=front.metrics, token=None)
+    async with serve_http(app, host="127.0.0.1", port=0) as address:
+        (run_dir / "addresses.json").write_text(json.dumps({"http": address}))
+        assert await asyncio.to_thread(main, ["status", str(run_dir)]) == 0
+    out = capsys.readouterr().out
+    assert "waits for the journal to be read" in out
+    assert "so far:\nstep 2, trained 1, version 2" in out
 
 
 async def test_a_run_without_a_batch_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -112,18 +112,29 @@ def test_what_was_changed_by_hand_is_shown() -> None:
 
 
 def test_more_envs_than_lines_are_counted() -> None:
-    """On a terminal, so that what is waited for stays in the picture; what goes to a pipe or a file is whole."""
+    """In the live display, so that what is waited for stays in the picture; what is shown once, or piped, is whole."""
     envs = {f"e{number}": env_status(domain=f"e{number}") for number in range(40)}
     status = sample_status(envs=envs, waiting_for="the trainer")
     out = io.StringIO()
     target = Console(file=out, width=100, height=24, force_terminal=True, color_system=None)
-    target.print(render(status))
+    target.print(render(status, live=True))
     lines = out.getvalue().splitlines()
     assert len(lines) <= 23
     assert "waits for the trainer" in lines[-1]
     rows = [line for line in lines if line.startswith("e") and not line.startswith("env")]
     assert f"and {40 - len(rows)} more" in out.getvalue()
-    assert len(shown(status).splitlines()) > 40
+    target, out = console(terminal=True)
+    target.print(render(status))
+    assert len(out.getvalue().splitlines()) > 40
+
+
+def test_many_troubles_of_one_kind_are_counted() -> None:
+    """So that a cluster that is away does not push everything else out of sight."""
+    lost = [EndpointStatus(f"http://{n}/v1", False, 0, 1, "HTTP 503") for n in range(64)]
+    out = shown(sample_status(endpoints=lost))
+    assert out.count("inference server http://") == 4
+    assert "and 60 more like this" in out
+    assert "0/64 engines" in out
 
 
 FULL: dict[str, Any] = {
