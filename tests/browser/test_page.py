@@ -109,7 +109,7 @@ async def test_a_live_run_is_watched_and_its_rollouts_are_read(browser: Browser,
         await tab.until(
             "/has 0 of 1 servers/.test(document.querySelector('#notices').innerText)"
             " || [...document.querySelectorAll('#overview tbody td')].some((cell) => cell.innerText === '0/1')"
-            " || document.querySelector('#overview tbody td.restarts .warn')"
+            " || document.querySelector('#overview tbody td.restarts .warn') !== null"
         )
         print(f"a killed env server showed after {time.monotonic() - killed:.1f} s")  # noqa: T201
         await sees_no_trouble(tab)
