@@ -7,8 +7,10 @@ the end it is asked to stop, then killed.
 
 import asyncio
 import contextlib
+import importlib.metadata
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -37,6 +39,7 @@ class LocalServer:
                     f"openenv::{app}: {needed} is not installed for this interpreter; {INSTALL}, or set `python` "
                     "to one that has it, or give the URL of a server that runs elsewhere"
                 )
+        refuse_other_releases(_installed_release())
         self._app = app
         self._home = tempfile.TemporaryDirectory(prefix="openenv-")
         self._socket = Path(self._home.name) / "socket"
@@ -105,3 +108,19 @@ class LocalServer:
                 process.kill()
                 await process.wait()
         self._home.cleanup()
+
+
+def refuse_other_releases(version: str) -> None:
+    """Raise EnvironmentLoadError unless the adapter fits the release; empty where `openenv` is of another distribution."""
+    if tuple(int(number) for number in re.findall(r"\d+", version)[:2]) != (0, 3):
+        shown = f"openenv-core {version}" if version else "a package openenv that is not of openenv-core"
+        raise EnvironmentLoadError(
+            f"{shown} is not supported, openenv-core 0.3 is; {INSTALL} in a virtualenv of its own and set `python` to it"
+        )
+
+
+def _installed_release() -> str:
+    try:
+        return importlib.metadata.version("openenv-core")
+    except importlib.metadata.PackageNotFoundError:
+        return ""

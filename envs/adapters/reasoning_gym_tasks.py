@@ -9,8 +9,10 @@ composite too, so that a slow one holds up neither a quick one nor the loop; wha
 
 import dataclasses
 import importlib
+import importlib.metadata
 import json
 import random
+import re
 import threading
 import zlib
 from collections import OrderedDict
@@ -22,6 +24,8 @@ from envs.errors import EnvironmentLoadError
 from envs.importing import nearest
 
 INSTALL = "pip install 'rollout-orchestrator[reasoning-gym]'"
+
+_SINCE = (0, 1, 24)
 
 _REGION = 2**28
 _MARGIN = 2**16  # a composite gives its parts the seeds right behind its own
@@ -269,6 +273,7 @@ def make_dataset(name: str, config: Mapping[str, Any]) -> Any:
 def datasets() -> Mapping[str, Any]:
     """All datasets of the installed library."""
     library()
+    refuse_older_releases(importlib.metadata.version("reasoning-gym"))
     found: Mapping[str, Any] = library("factory").DATASETS
     return found
 
@@ -283,6 +288,14 @@ def library(module: str = "") -> Any:
         raise EnvironmentLoadError(
             f"reasoning-gym is not installed for this interpreter; {INSTALL}, or set `python` to one that has it"
         ) from None
+
+
+def refuse_older_releases(version: str) -> None:
+    """Raise EnvironmentLoadError unless the adapter fits the release."""
+    if tuple(int(number) for number in re.findall(r"\d+", version)[:3]) < _SINCE:
+        raise EnvironmentLoadError(
+            f"reasoning-gym {version} is too old, {'.'.join(map(str, _SINCE))} and later work; {INSTALL}"
+        )
 
 
 def _trim(kept: OrderedDict[Any, Any], limit: int) -> None:

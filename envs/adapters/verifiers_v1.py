@@ -40,6 +40,8 @@ from envs.seeding import seeded
 log = structlog.get_logger()
 
 _RETRYABLE = frozenset({"SandboxError", "InterceptionError", "TunnelError"})
+_INDEX_AWAY = "failed to prepare uv script"
+"""What the library says where `uv` could not get what a program of it needs, from an index that may be back soon."""
 _ENDLESS_TASKS = 10_000
 
 
@@ -234,6 +236,7 @@ def _failure(episode: Any, rollout: RolloutSeats) -> RolloutFailure:
         _snake_case(error.type),
         f"{error.type}: {error.message}",
         retryable=error.type in _RETRYABLE
+        or _INDEX_AWAY in error.message
         or (error.type == "ProviderError" and (status == 429 or status >= 500)),
     )
 

@@ -16,9 +16,14 @@ from orchestrator.archive import ArchivedFailure, ArchivedGroup, ArchivedRollout
 from orchestrator.archive.records import content_text, tool_calls_of
 from orchestrator.views.terminal import plain, plain_lines
 
-NARROW, MIDDLE = 64, 100
-"""Below these widths columns are left out."""
+LEFT_OUT_FIRST = ("seconds", "tokens", "ended", "rewards", "version", "task")
+"""Columns that a narrow terminal does without, before a name is cut to less than `NAME_WIDTH`."""
+NAME_WIDTH = 14
 
+HEADINGS = (
+    *("", "#", "env", "task", "step", "version", "reward", "outcome"),
+    *("rewards", "tokens", "seconds", "ended"),
+)
 WORDS = ("", "env", "outcome", "rewards", "ended")
 GAP = 2
 
@@ -32,21 +37,14 @@ def print_table(
     console: Console, groups: Sequence[ArchivedGroup], counts: Sequence[OutcomeCount], *, more: bool
 ) -> None:
     """A row for each group; a dot stands before those that have conversations."""
-    width = console.width
-    headings = ["", "#", "env", "step", "reward", "outcome"]
-    if width >= NARROW:
-        headings[3:3] = ["task"]
-        headings[5:5] = ["version"]
-    if width >= MIDDLE:
-        headings += ["rewards", "tokens", "seconds", "ended"]
     rows = [_cells(group) for group in groups]
-    widths = _widths(rows, headings, width)
+    widths = _fitting(rows, console.width)
     table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, GAP, 0, 0))
-    for heading in headings:
+    for heading, width in widths.items():
         justify: JustifyMethod = "left" if heading in WORDS else "right"
-        table.add_column(heading, justify=justify, no_wrap=True, width=widths[heading])
+        table.add_column(heading, justify=justify, no_wrap=True, width=width)
     for row in rows:
-        table.add_row(*(Text(row[heading], style="" if heading else "green") for heading in headings))
+        table.add_row(*(Text(row[heading], style="" if heading else "green") for heading in widths))
     console.print(table)
     totals: Counter[str] = Counter()
     for count in counts:
@@ -59,15 +57,20 @@ def print_table(
         console.print(Text(hint, style="dim"))
 
 
-def _widths(rows: Sequence[Mapping[str, str]], headings: Sequence[str], width: int) -> dict[str, int]:
-    """Of each column: numbers are never cut; names share what is left."""
+def _fitting(rows: Sequence[Mapping[str, str]], width: int) -> dict[str, int]:
+    """The columns that fit, and their widths: numbers are never cut; names share what is left."""
     widths = {
         heading: max([cell_len(heading), 1, *(cell_len(row[heading]) for row in rows)])
-        for heading in headings
+        for heading in HEADINGS
     }
-    left = width - GAP * len(headings) - sum(widths.values()) + widths["env"] + widths["outcome"]
-    widths["outcome"] = min(widths["outcome"], max(left // 2, left - widths["env"], 1))
-    widths["env"] = min(widths["env"], max(left - widths["outcome"], 1))
+    env, outcome = widths["env"], widths["outcome"]
+    for heading in (*LEFT_OUT_FIRST, ""):
+        left = width - GAP * len(widths) - sum(widths.values()) + env + outcome
+        if not heading or left >= min(env, NAME_WIDTH) + min(outcome, NAME_WIDTH):
+            break
+        del widths[heading]
+    widths["outcome"] = min(outcome, max(left // 2, left - env, 1))
+    widths["env"] = min(env, max(left - widths["outcome"], 1))
     return widths
 
 

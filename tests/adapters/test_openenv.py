@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from envs.adapters.openenv_actions import action_kind, observation_text
+from envs.adapters.openenv_server import refuse_other_releases
 from envs.errors import EnvironmentLoadError
 from envs.loader import find_loader, load_environment
 from tests.adapters.conftest import Driver
@@ -162,6 +163,15 @@ def test_an_address_without_a_server_is_told_when_the_environment_loads(openenv:
     played = openenv.play("openenv::http://127.0.0.1:1")
     assert "openenv::http://127.0.0.1:1 cannot be used" in played["load_error"]
     assert "is an OpenEnv server running there?" in played["load_error"]
+
+
+@pytest.mark.parametrize("version", ["", "0.2.1", "0.10.0", "1.0"])
+def test_another_release_is_an_error_that_says_what_to_install(version: str) -> None:
+    """Also a package of the same name that another distribution installed."""
+    with pytest.raises(
+        EnvironmentLoadError, match=r"not supported.*rollout-orchestrator\[openenv\].*`python`"
+    ):
+        refuse_other_releases(version)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from envs.adapters.reasoning_gym_tasks import refuse_older_releases
+from envs.errors import EnvironmentLoadError
 from tests.adapters.conftest import Driver
 from tests.adapters.venvs import CHECKOUT, REASONING_GYM
 
@@ -207,6 +209,14 @@ def test_a_mistake_is_one_line_that_names_the_remedy(
     played = reasoning_gym.play(f"reasoning_gym::{name}", args=args)
     assert said in played["load_error"]
     assert "\n" not in played["load_error"]
+
+
+def test_a_release_that_is_too_old_says_what_to_install() -> None:
+    """The adapter builds on what newer ones have."""
+    for version in ("0.1.24", "0.2.0"):
+        refuse_older_releases(version)
+    with pytest.raises(EnvironmentLoadError, match=r"too old.*rollout-orchestrator\[reasoning-gym\]"):
+        refuse_older_releases("0.1.23")
 
 
 def test_a_reply_that_opens_answers_without_end_is_read_at_once(reasoning_gym: Driver) -> None:

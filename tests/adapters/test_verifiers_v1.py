@@ -1,11 +1,13 @@
 """The verifiers v1 adapter against the real library."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.adapters.conftest import Driver
+from tests.adapters.conftest import Driver, driver
 from tests.adapters.test_verifiers_classic import call, spans
+from tests.adapters.venvs import V1
 
 ID = "verifiers::v1-tested"
 
@@ -94,6 +96,19 @@ def test_a_tool_with_state_works_with_the_librarys_own_chat_program(v1: Driver) 
     assert answer["requests"][0]["tools"][0]["function"]["name"] == "bank_deposit"
     assert len(answer["rollouts"][0]["lengths"]) == 1
     assert spans(answer["mask"]) == 2
+
+
+@pytest.mark.timeout(300)
+def test_a_program_whose_packages_cannot_be_had_now_is_tried_again(v1: Driver, tmp_path: Path) -> None:
+    """`uv` asks the package index before every program of the library, and the index may be away for a moment."""
+    uv = tmp_path / "uv"
+    uv.write_text('#!/bin/sh\ncase "$*" in *--help*) echo --script ;; *) echo no index >&2; exit 2 ;; esac\n')
+    uv.chmod(0o755)
+    harness = {"id": "null", "env": {"PATH": f"{tmp_path}:/usr/bin:/bin"}}
+    for fresh in driver(V1):  # a process that has prepared the program once does not ask again
+        answer = fresh.rollout("verifiers::v1-tools", args={"agent": {"harness": harness}})
+        assert (answer["kind"], answer["retryable"]) == ("harness_error", True)
+        assert "no index" in answer["message"]
 
 
 def test_a_shipped_environment_plays_a_taskset_with_several_attempts(v1: Driver) -> None:

@@ -62,6 +62,17 @@ def test_the_table_fits_the_terminal(
     assert all(line.startswith("●") for line in shown[1:5])
 
 
+@pytest.mark.parametrize("width", [64, 90, 100, 110])
+def test_names_are_readable_before_further_columns_are_shown(
+    run_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    """A table of numbers says nothing without what they belong to."""
+    monkeypatch.setenv("COLUMNS", str(width))
+    shown = said(capsys, run_dir)
+    assert "an-env-with-a" in shown
+    assert "equal_rewards" in shown
+
+
 def test_filters_and_limits_hold_for_the_table(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """And what there is in all is told below."""
     shown = said(capsys, run_dir, "--step", "1-2", "--split", "train", "--min-reward", "0.9").splitlines()
