@@ -67,7 +67,7 @@ def open_journal(run_dir: Path) -> Journal:
         commit_interval_s=config.commit_interval_s,
         commit_bytes=config.commit_bytes,
         max_backlog_bytes=config.max_backlog_bytes,
-        keep_batches=TrainerConfig().keep_batches,
+        keep_batches=int(TrainerConfig().keep_batches),
         compress=config.compress_level,
         fsync=config.fsync,
     )

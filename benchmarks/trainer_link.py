@@ -62,6 +62,7 @@ def make_server(world_size: int, on_ack: Callable[[int], None]) -> BatchServer:
         on_publish=ignore,
         on_trained=ignore,
         on_report=lambda step, metrics: "",
+        on_checkpoint=ignore,
         on_done=ignore,
         when_durable=lambda callback: callback(),
         token=None,

@@ -113,7 +113,6 @@ HEAVY = {
     "aiohttp",
     "asyncio",
     "numpy",
-    "prometheus_client",
     "pydantic",
     "rich",
     "uvloop",

@@ -86,6 +86,11 @@ def _show(body: bytes, url: str, run_dir: Path | None) -> None:
     console = Console()
     console.print(render(status))
     console.print(Text(plain(f"state: {status.state}; batch: {status.buffer}")))
+    if status.kept_batches:
+        kept = (
+            f"{status.kept_batches} batches that the trainer can ask for again, {status.kept_bytes >> 20} MiB"
+        )
+        console.print(Text(plain(f"kept: {kept}")))
     for what, n in status.failures.items():
         said = status.failure_reasons.get(what)
         console.print(Text(plain(f"failed: {what} ({n} rollouts){f', the last: {said}' if said else ''}")))

@@ -214,8 +214,9 @@ class TrainerConfig(Section):
     """Shared directory of the filesystem transport; <run_dir>/trainer when unset."""
     world_size: Positive = 1
     """Ranks of the trainer, each of which gets its share of every batch."""
-    keep_batches: Annotated[int, Field(ge=0)] = 4
-    """Acknowledged batches that can be asked for again; it costs disk, and neither starts nor holds back rollouts."""
+    keep_batches: Annotated[int, Field(ge=0)] | Literal["checkpoint"] = 4
+    """Acknowledged batches that can be asked for again; it costs disk, and neither starts nor holds back rollouts.
+    "checkpoint": all since the last step that the trainer reported as saved (trainer.checkpointed)."""
     versions_dir: Path | None = None
     """Directory of step_N folders with a STABLE marker, when versions are published that way."""
     secret_key_file: str | None = None

@@ -146,6 +146,9 @@ class Status(msgspec.Struct):
     """The last step; its envs are with their env."""
     idle_s: float = 0.0
     """Since a rollout last ended or a batch was formed."""
+    kept_batches: int = 0
+    """Acknowledged batches that the trainer can ask for again, which take `kept_bytes` of the disk."""
+    kept_bytes: int = 0
     max_versions: int = 0
     """How many versions old a sequence may be when it is trained on."""
     disk_free_bytes: int | None = None

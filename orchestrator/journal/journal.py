@@ -24,6 +24,7 @@ from types import TracebackType
 from typing import IO, Any, Self
 
 import msgspec
+import structlog
 
 from orchestrator.errors import JournalError
 from orchestrator.facts import StepRecord
@@ -35,6 +36,14 @@ from orchestrator.journal.reader import JournalReader, Recovered
 from orchestrator.journal.rewinding import Rewound, rewind
 from orchestrator.journal.store import JournalStore
 from orchestrator.journal.writer import JournalWriter
+
+log = structlog.get_logger("journal")
+
+KEPT_IN_MEMORY = 4
+"""Acknowledged batches that a restart reads, where they are kept without a limit of their own."""
+
+_WORTH_A_WORD_BYTES = 4 * 1024**3
+"""Of kept batches; there is a line in the log then, and whenever it has doubled."""
 
 _ROW_BYTES = 256
 """What a record without arrays counts for in the backlog."""
@@ -60,6 +69,8 @@ class Journal:
         self._writer = writer
         self._flushes: set[asyncio.Future[None]] = set()
         self._closed = False
+        self._read_again: int | None = None
+        self._told_bytes = _WORTH_A_WORD_BYTES
         self.meta = meta
         self.moved_aside = moved_aside
         self.rewound = rewound
@@ -73,7 +84,7 @@ class Journal:
         *,
         commit_interval_s: float,
         commit_bytes: int,
-        keep_batches: int,
+        keep_batches: int | None,
         max_backlog_bytes: int,
         compress: int,
         fsync: bool,
@@ -87,7 +98,8 @@ class Journal:
 
         `fresh` moves an existing journal aside (`moved_aside` says where to), `rewind_to` sets it back to a step (`rewound`) whose weights
         `find_flaw` finds nothing wrong with. `on_error` is called once, on the loop,
-        when a write fails. `compress` is a zlib level, 0 for none. `loop` is needed off the event loop's thread.
+        when a write fails. `keep_batches`: how many that were acknowledged can be read back, None for all behind the step of
+        the last `record_checkpoint`. `compress` is a zlib level, 0 for none. `loop` is needed off the event loop's thread.
         """
         loop = loop or asyncio.get_running_loop()
         with ExitStack() as undo:
@@ -134,6 +146,7 @@ class Journal:
             max_backlog_bytes=max_backlog_bytes,
         )
         journal = cls(run_dir, lock, store, writer, meta=meta, moved_aside=moved, rewound=rewound)
+        journal._read_again = KEPT_IN_MEMORY if keep_batches is None else None
         holder.append(journal)
         return journal
 
@@ -154,6 +167,11 @@ class Journal:
     def backlog_bytes(self) -> int:
         """Bytes recorded and not yet committed."""
         return self._writer.backlog_bytes
+
+    @property
+    def kept(self) -> tuple[int, int]:
+        """How many acknowledged batches can be read back, and the bytes of their payloads."""
+        return self._store.kept
 
     @property
     def full(self) -> bool:
@@ -215,6 +233,20 @@ class Journal:
     def record_acknowledged(self, step: int) -> None:
         """Every rank has acknowledged a batch: it is kept for a while and then given back."""
         self._writer.add(lambda store: store.acknowledge(step), _ROW_BYTES)
+        batches, size = self.kept
+        if size > self._told_bytes:
+            self._told_bytes = 2 * size
+            log.warning(
+                "journal.kept",
+                batches=batches,
+                mib=size >> 20,
+                note="the trainer may ask for them again (trainer.keep_batches); trainer.checkpointed(step) gives back those up to a step",
+            )
+
+    def record_checkpoint(self, step: int) -> None:
+        """The trainer can go on from behind a step, whatever happens to it: earlier batches are not needed for that."""
+        self._writer.add(lambda store: store.set_checkpoint(step), _ROW_BYTES)
+        log.info("trainer.checkpointed", step=step, kept_batches=self.kept[0], kept_mib=self.kept[1] >> 20)
 
     def record_states(self, states: Mapping[str, Any]) -> None:
         """What a restart needs, JSON-able, in one commit; the latest value of a name wins."""
@@ -284,7 +316,7 @@ class Journal:
     def recover(self, *, world_size: int | None = None) -> Recovered:
         """What a restart needs, as it was when the journal was opened; blocks while it reads the payloads."""
         with JournalReader(self._run_dir) as reader:
-            recovered = reader.recover(world_size=world_size)
+            recovered = reader.recover(world_size=world_size, again=self._read_again)
         if damaged := recovered.damaged_rows:
             self._writer.add(lambda store: store.forget_damaged(damaged), _ROW_BYTES)
         return recovered

@@ -288,8 +288,11 @@ class JournalReader:
             raise JournalError(f"{self._path}: batch {step} cannot be read: its row is not what was recorded")
         return Batch(step, version, groups)
 
-    def recover(self, *, world_size: int | None = None) -> Recovered:
-        """What a restart needs; acknowledgements given under another world size do not count."""
+    def recover(self, *, world_size: int | None = None, again: int | None = None) -> Recovered:
+        """What a restart needs; acknowledgements given under another world size do not count.
+
+        Of the acknowledged batches the last `again` are read, all by default; whatever is kept can be read by `batch`.
+        """
         groups, damaged = list[Group](), list[GroupRow]()
         for row in self.group_rows(queued=True):
             try:
@@ -298,10 +301,12 @@ class JournalReader:
                 damaged.append(row)
                 log.warning("journal.group_lost", group=row.id, note=f"{error}; its task is asked again")
         kept = self._kept()
+        old = [step for step, acknowledged in kept if acknowledged]
+        unread = set() if again is None else set(old[: max(0, len(old) - again)])
         batches = [
             batch
             for step, acknowledged in kept
-            if (batch := self._kept_batch(step, acknowledged)) is not None
+            if step not in unread and (batch := self._kept_batch(step, acknowledged)) is not None
         ]
         (last_step, last_acknowledged), *_ = self._rows(
             "SELECT coalesce(max(step), 0), coalesce(max(step) FILTER (WHERE acknowledged_at IS NOT NULL), 0) FROM batches"

@@ -34,6 +34,12 @@ CHECKPOINT_BYTES = 16 * 1024 * 1024
 """Size of the WAL at which it is folded into the database."""
 
 
+CHECKPOINT = "checkpointed_step"
+"""Under which the step is noted that the trainer reported as saved last."""
+
+_ACKNOWLEDGED = "SELECT step FROM batches WHERE kept AND acknowledged_at IS NOT NULL"
+
+
 class JournalStore:
     """Applies records to one run directory, which the caller has locked."""
 
@@ -41,7 +47,7 @@ class JournalStore:
         self,
         run_dir: Path,
         *,
-        keep_batches: int,
+        keep_batches: int | None,
         compress: int,
         fsync: bool,
         segment_bytes: int,
@@ -51,6 +57,7 @@ class JournalStore:
         self._path = directory / DATABASE
         self._wal = directory / f"{DATABASE}-wal"
         self._keep_batches = keep_batches
+        """How many acknowledged batches; None for all behind the step that the trainer reported as saved."""
         self._fsync = fsync
         self._connection, self._mark = open_checked(directory, fsync=fsync)
         try:
@@ -70,6 +77,19 @@ class JournalStore:
                 if segment in self._live:
                     self._live[segment] = size
             self._give_back()
+            # A run that was set back is behind what was reported before; that was another run's checkpoint.
+            self._connection.execute(
+                "UPDATE meta SET value = (SELECT coalesce(max(step), 0) FROM batches)"
+                " WHERE key = ? AND CAST(value AS INTEGER) > (SELECT coalesce(max(step), 0) FROM batches)",
+                (CHECKPOINT,),
+            )
+            (self._checkpoint,) = self._connection.execute(
+                "SELECT coalesce(max(CAST(value AS INTEGER)), 0) FROM meta WHERE key = ?", (CHECKPOINT,)
+            ).fetchone()
+            self.kept: tuple[int, int] = self._connection.execute(
+                f"SELECT count(DISTINCT step), coalesce(sum(bytes), 0) FROM groups WHERE step IN ({_ACKNOWLEDGED})"  # noqa: S608
+            ).fetchone()
+            """Acknowledged batches that can be read back, and the bytes of their payloads, as committed."""
         except (OSError, sqlite3.Error) as error:
             self._connection.close()
             self._mark.close()
@@ -81,6 +101,8 @@ class JournalStore:
         self._changed: Counter[int] = Counter()
         # The last step formed and acknowledged: in this transaction, and as committed.
         self._ends = self._committed_ends = (self._mark.mark.step, self._mark.mark.acknowledged)
+        # What becomes of `kept` and the checkpoint when this transaction is committed.
+        self._next_kept, self._next_checkpoint = self.kept, self._checkpoint
         self._now = 0.0
         self._next_checkpoint_bytes = CHECKPOINT_BYTES
 
@@ -178,20 +200,37 @@ class JournalStore:
 
     def acknowledge(self, step: int) -> None:
         """Every rank has acknowledged the batch: give back the groups of those beyond the kept ones."""
-        self._connection.execute(
+        new = self._connection.execute(
             "UPDATE batches SET acknowledged_at = ? WHERE step = ? AND acknowledged_at IS NULL",
             (self._now, step),
-        )
+        ).rowcount
         self._ends = (self._ends[0], max(step, self._ends[1]))
-        beyond = self._connection.execute(
-            "SELECT step FROM batches WHERE kept AND acknowledged_at IS NOT NULL ORDER BY step DESC LIMIT -1 OFFSET ?",
-            (self._keep_batches,),
-        ).fetchall()
-        for (old,) in beyond:
+        (size,) = self._connection.execute(
+            "SELECT coalesce(sum(bytes), 0) FROM groups WHERE step = ?", (step,)
+        ).fetchone()
+        self._next_kept = (self._next_kept[0] + new, self._next_kept[1] + new * size)
+        self._trim()
+
+    def set_checkpoint(self, step: int) -> None:
+        """The trainer can go on from behind a step."""
+        if step > self._next_checkpoint:
+            self._next_checkpoint = step
+            self.set_meta(CHECKPOINT, str(step))
+            self._trim()
+
+    def _trim(self) -> None:
+        """Give back the groups of acknowledged batches beyond those that are kept."""
+        if self._keep_batches is None:
+            bound, value = "AND step <= ?", self._next_checkpoint
+        else:
+            bound, value = "ORDER BY step DESC LIMIT -1 OFFSET ?", self._keep_batches
+        for (old,) in self._connection.execute(f"{_ACKNOWLEDGED} {bound}", (value,)).fetchall():
             for segment, size in self._connection.execute(
                 "SELECT segment, sum(bytes) FROM groups WHERE step = ? GROUP BY segment", (old,)
             ).fetchall():
                 self._changed[segment] -= size
+                self._next_kept = (self._next_kept[0], self._next_kept[1] - size)
+            self._next_kept = (self._next_kept[0] - 1, self._next_kept[1])
             self._connection.execute("DELETE FROM groups WHERE step = ?", (old,))
             self._connection.execute("DELETE FROM acks WHERE step = ?", (old,))
             self._connection.execute("UPDATE batches SET kept = 0 WHERE step = ?", (old,))
@@ -253,6 +292,7 @@ class JournalStore:
         self._connection.execute("COMMIT")
         self._payloads.keep()
         self._committed_ends = self._ends
+        self.kept, self._checkpoint = self._next_kept, self._next_checkpoint
         if sync or not self._fsync:
             self._payloads.step = self._ends[0]
         for segment, change in self._changed.items():
@@ -267,6 +307,7 @@ class JournalStore:
         if self._connection.in_transaction:
             self._connection.execute("ROLLBACK")
         self._payloads.discard()
+        self._next_kept, self._next_checkpoint = self.kept, self._checkpoint
         self._clear()
 
     def tidy(self, *, force: bool = False) -> None:

@@ -84,6 +84,8 @@ def build_status(
         minimums_waived=run.minimums.times_waived,
         loop_lag_p99_s=loop_lag_p99_s,
         journal_backlog_bytes=parts.journal.backlog_bytes,
+        kept_batches=parts.journal.kept[0],
+        kept_bytes=parts.journal.kept[1],
         seconds=facts.seconds(now),
         failure_reasons=facts.failure_reasons(),
         reports={

@@ -91,6 +91,10 @@ class EmbeddedRun:
         shown = None if path is None else str(path)
         return await self._while_serving(self._client.publish(version, shown, wait_s=wait_s), outlives=False)
 
+    async def checkpointed(self, step: int) -> None:
+        """The program can go on from behind a step; see `trainer.keep_batches`. Returns once that is recorded."""
+        await self._while_serving(self._client.checkpointed(step), outlives=True)
+
     async def report(self, step: int, metrics: Mapping[str, float]) -> None:
         """Numbers of a step for people, such as loss or logprob_mismatch; TrainerLinkError when they are refused."""
         await self._while_serving(self._client.report(step, metrics), outlives=False)

@@ -4,20 +4,21 @@ A living run tells its own status. Of any other directory the records tell it, w
 as to write one. Reads only.
 """
 
-import fcntl
 import json
 import os
 import time
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from orchestrator.errors import ConfigError
 from orchestrator.facts import Status
 from orchestrator.journal import JournalReader
-from orchestrator.journal.directory import DATABASE, DIRECTORY, LOCK
+from orchestrator.journal.directory import DATABASE, DIRECTORY
 from orchestrator.service.browse import ArchivedRollouts
 from orchestrator.views.feed import Feed
+from orchestrator.views.past import end_of
 from orchestrator.views.recorded import Recorded, RecordedRun, recorded_status
 
 
@@ -75,25 +76,22 @@ class RunDirectory:
 
     def status(self) -> Status:
         """Where the run is in its life, and what its records add up to."""
-        summary = self._summary()
-        if self._in_use():
-            address = _json_of(self.run_dir / "addresses.json").get("http")
-            page = f"; its own page is at {address}" if address else ""
-            state, words = (
-                "recorded",
-                f"An orchestrator works on this run{page}. This is what its journal says.",
-            )
-        elif summary:
-            state, words = (
-                "finished",
-                f"Ended: {summary.get('end', '')}, at {summary.get('finished_at', '')}.",
-            )
-        else:
-            state, words = (
-                "stopped",
-                "The run ended without a summary: it crashed, or was killed. It can be continued.",
-            )
-        return recorded_status(self.recorded, state=state, words=words, summary=summary)
+        state, why, at = end_of(self.run_dir)
+        when = datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+        words = {
+            "busy": "An orchestrator works on this run; this is what its journal says.",
+            "ended": f"Ended at {when}: {why}.",
+            "failed": f"Failed at {when}: {why}",
+            "crashed": f"It gave its last sign of life at {when}, and {why}. The same command goes on with it.",
+        }[state]
+        address = _json_of(self.run_dir / "addresses.json").get("http") if state == "busy" else None
+        summary = _json_of(self.run_dir / "summary.json") if state == "ended" else {}
+        return recorded_status(
+            self.recorded,
+            state=state,
+            words=f"{words} Its own page is at {address}." if address else words,
+            summary=summary,
+        )
 
     def snapshot(self) -> dict[str, Any]:
         """The whole run as the page wants it, at this moment."""
@@ -106,25 +104,6 @@ class RunDirectory:
             "status": self.status(),
             **self.recorded.parts(),
         }
-
-    def _summary(self) -> dict[str, Any]:
-        """The summary, unless the run went on after it was written."""
-        path = self.run_dir / "summary.json"
-        summary = _json_of(path)
-        if summary and self.recorded.ends is not None:
-            return summary if path.stat().st_mtime >= self.recorded.ends[1].at else {}
-        return summary
-
-    def _in_use(self) -> bool:
-        """Whether an orchestrator holds the directory."""
-        try:
-            with (self.run_dir / LOCK).open("rb") as file:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        except OSError:
-            return False
-        return False
 
     def _moment(self) -> object:
         """What changes with every commit."""

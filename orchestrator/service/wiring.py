@@ -18,6 +18,7 @@ from orchestrator.errors import ConfigError, JournalError
 from orchestrator.groups.group import Batch
 from orchestrator.inference import InferencePool
 from orchestrator.journal import Journal, Recovered, changed_tasks, differences, notices
+from orchestrator.journal.journal import KEPT_IN_MEMORY
 from orchestrator.run.run import Run
 from orchestrator.service import blueprint, inference_blueprint, secrets
 from orchestrator.service.driver import Driver
@@ -43,7 +44,7 @@ def open_journal(
         config.run_dir,
         commit_interval_s=config.journal.commit_interval_s,
         commit_bytes=config.journal.commit_bytes,
-        keep_batches=config.trainer.keep_batches,
+        keep_batches=None if config.trainer.keep_batches == "checkpoint" else config.trainer.keep_batches,
         compress=config.journal.compress_level,
         fsync=config.journal.fsync,
         max_backlog_bytes=config.journal.max_backlog_bytes,
@@ -166,7 +167,8 @@ def build_batch_server(
         token=secrets.trainer_token(config),
         world_size=world_size,
         run=journal.run_id,
-        keep=config.trainer.keep_batches,
+        # In memory; what is kept beyond them is read back when it is asked for.
+        keep=KEPT_IN_MEMORY if config.trainer.keep_batches == "checkpoint" else config.trainer.keep_batches,
         last_step=recovered.last_acknowledged,
         newest_version=lambda: run.newest_version,
         load=journal.load_batch,
@@ -177,6 +179,7 @@ def build_batch_server(
         on_publish=lambda version, path: tell(run.on_publish, version, path),
         on_trained=lambda step: tell(run.on_trained, step),
         on_report=run.on_report,
+        on_checkpoint=journal.record_checkpoint,
         on_done=lambda: _end(driver, "the trainer said it is done"),
         when_durable=journal.when_durable,
     )

@@ -34,6 +34,7 @@ class MemoryJournal:
 
     full: bool = False
     backlog_bytes: int = 0
+    kept: tuple[int, int] = (0, 0)
     at_once: bool = True
     waiting: list[Callable[[], None]] = field(default_factory=list)
     events: list[str] = field(default_factory=list)

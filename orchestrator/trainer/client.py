@@ -23,6 +23,7 @@ from orchestrator.trainer.batch import TrainingBatch, decode_batch
 from orchestrator.trainer.channel import Channel, open_channel
 from orchestrator.trainer.protocol import (
     Ack,
+    Checkpointed,
     Done,
     Finished,
     Get,
@@ -192,6 +193,9 @@ class _Conversation:
         numbers = {name: float(value) for name, value in metrics.items()}
         yield from self._do(Report(self._session.next_id(), step, numbers))
 
+    def _checkpointed(self, step: int) -> Waiting[None]:
+        yield from self._do(Checkpointed(self._session.next_id(), step))
+
     def _done(self) -> Waiting[None]:
         yield from self._do(Done(self._session.next_id()))
 
@@ -325,6 +329,13 @@ class TrainerClient(_Conversation):
         """Numbers of a step for people, such as loss or logprob_mismatch; TrainerLinkError when they are refused."""
         self._drive(self._report(step, metrics))
 
+    def checkpointed(self, step: int) -> None:
+        """The trainer can go on from behind a step, whatever happens to it; returns once that is recorded.
+
+        With `trainer.keep_batches = "checkpoint"` the batches behind that step are kept, and those up to it given back.
+        """
+        self._drive(self._checkpointed(step))
+
     def done(self) -> None:
         """No more batches are wanted: the run ends."""
         self._drive(self._done())
@@ -393,6 +404,13 @@ class AsyncTrainerClient(_Conversation):
     async def report(self, step: int, metrics: Mapping[str, float]) -> None:
         """Numbers of a step for people, such as loss or logprob_mismatch; TrainerLinkError when they are refused."""
         await self._drive(self._report(step, metrics))
+
+    async def checkpointed(self, step: int) -> None:
+        """The trainer can go on from behind a step, whatever happens to it; returns once that is recorded.
+
+        With `trainer.keep_batches = "checkpoint"` the batches behind that step are kept, and those up to it given back.
+        """
+        await self._drive(self._checkpointed(step))
 
     async def done(self) -> None:
         """No more batches are wanted: the run ends."""

@@ -19,7 +19,7 @@ from msgspec import Meta
 PROTOCOLS = {
     1: "join, next, get, ack, publish, done, ping, leave and their answers",
     2: "join may carry a token; a publication may be answered by missing, when the version cannot be loaded",
-    3: "batches say more of each sequence, in one more frame, and how many tokens are trained on; report; publish may wait",
+    3: "batches say more of each sequence, in one more frame, and how many tokens are trained on; report; publish may wait; checkpointed",
 }
 """What each number of the protocol added. The service understands every number in this table.
 
@@ -111,6 +111,13 @@ class Report(msgspec.Struct, tag="report", frozen=True):
     metrics: Annotated[dict[MetricName, float], Meta(min_length=1, max_length=MAX_METRICS)]
 
 
+class Checkpointed(msgspec.Struct, tag="checkpointed", frozen=True):
+    """The trainer has saved a checkpoint after a step: it will not ask for that batch or an earlier one again."""
+
+    id: Number
+    step: Number
+
+
 class Done(msgspec.Struct, tag="done", frozen=True):
     """The trainer wants no more batches."""
 
@@ -185,9 +192,9 @@ class Pong(msgspec.Struct, tag="pong", frozen=True):
     """The service is there. Also sent unasked, to find out whether a rank still is."""
 
 
-ToServer = Join | Next | Get | Ack | Publish | Report | Done | Ping | Leave
+ToServer = Join | Next | Get | Ack | Publish | Report | Checkpointed | Done | Ping | Leave
 ToTrainer = Welcome | Refused | Unknown | Served | Missing | Finished | Ok | Published | Pong
-Request = Next | Get | Ack | Publish | Report | Done
+Request = Next | Get | Ack | Publish | Report | Checkpointed | Done
 Answer = Served | Missing | Finished | Ok | Published
 
 T = TypeVar("T")

@@ -22,6 +22,7 @@ from orchestrator.groups.group import Batch
 from orchestrator.trainer.protocol import (
     PROTOCOL,
     Ack,
+    Checkpointed,
     Done,
     Finished,
     Get,
@@ -102,6 +103,7 @@ class Leases:
         on_publish: Callable[[int, str | None], None],
         on_trained: Callable[[int], None],
         on_report: Callable[[int, Mapping[str, float]], str],
+        on_checkpoint: Callable[[int], None],
         on_done: Callable[[], None],
         on_told: Callable[[], None],
         when_durable: Callable[[Callable[[], None]], None],
@@ -118,6 +120,7 @@ class Leases:
         self._on_rank_ack = on_rank_ack
         self._on_trained = on_trained
         self._on_report = on_report
+        self._on_checkpoint = on_checkpoint
         self._on_done = on_done
         self._on_told = on_told
         self._when_durable = when_durable
@@ -243,6 +246,8 @@ class Leases:
                 self._publish(rank, message)
             case Report():
                 self._report(rank, message)
+            case Checkpointed():
+                self._checkpointed(rank, message)
             case Done():
                 if not self._done:
                     self._done = True
@@ -344,6 +349,13 @@ class Leases:
             else self._on_report(message.step, message.metrics)
         )
         self._transport.send(rank.peer, Missing(message.id, problem) if problem else Ok(message.id))
+
+    def _checkpointed(self, rank: Rank, message: Checkpointed) -> None:
+        if message.step > self.last_step:
+            self._transport.send(rank.peer, Missing(message.id, self.explain_missing(message.step)))
+            return
+        self._on_checkpoint(message.step)
+        self._reply_when_durable(rank, Ok(message.id))
 
     def _lease(self, lease: _Lease) -> None:
         step = lease.batch.step

@@ -83,6 +83,7 @@ class BatchServer:
         on_publish: Callable[[int, str | None], None],
         on_trained: Callable[[int], None],
         on_report: Callable[[int, Mapping[str, float]], str],
+        on_checkpoint: Callable[[int], None],
         on_done: Callable[[], None],
         when_durable: Callable[[Callable[[], None]], None],
         token: str | None,
@@ -96,7 +97,8 @@ class BatchServer:
         published version, or will not. `on_rank_ack(step, rank)` and `on_publish` record, and a rank is
         answered when `when_durable` calls back, so that what it was told holds after a crash; `on_ack(step)` says that
         every rank has acknowledged, `on_trained(step)` that a published version comes from training on a step.
-        `on_report` takes the trainer's own numbers of a step, and returns why they are refused, if they are.
+        `on_report` takes the trainer's own numbers of a step, and returns why they are refused, if they are; `on_checkpoint`
+        records that the trainer can go on from behind a step.
 
         With `token` only trainers that present it are let in. Restore recovered batches before entering the context.
         """
@@ -122,6 +124,7 @@ class BatchServer:
             on_publish=on_publish,
             on_trained=on_trained,
             on_report=on_report,
+            on_checkpoint=on_checkpoint,
             on_done=on_done,
             on_told=self._told.set,
             when_durable=when_durable,

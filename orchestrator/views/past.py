@@ -63,7 +63,7 @@ def read_past(run_dir: Path) -> Past:
     versions: Mapping[str, Any] = states.get("version", {})
     first, last = facts.get("rewards", (None, None))
     last_batch = batches[-1] if batches else None
-    state, why, at = _end(run_dir)
+    state, why, at = end_of(run_dir)
     return Past(
         run_dir=str(run_dir),
         state=state,
@@ -82,7 +82,7 @@ def read_past(run_dir: Path) -> Past:
     )
 
 
-def _end(run_dir: Path) -> tuple[State, str, float]:
+def end_of(run_dir: Path) -> tuple[State, str, float]:
     """How the last process of the run ended, and when."""
     started = _modified(run_dir / "addresses.json")
     if _is_locked(run_dir / LOCK):

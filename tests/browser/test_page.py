@@ -151,13 +151,13 @@ async def test_the_theme_is_chosen_and_remembered(browser: Browser, tmp_path: Pa
     background = "getComputedStyle(document.body).backgroundColor"
     async with viewing(write_run(tmp_path / "run")) as address, browser.tab(dark=True) as tab:
         await tab.open(address)
-        await tab.until_text("finished", "#state")
+        await tab.until_text("ended", "#state")
         dark = await tab.js(background)
         await tab.click("theme")
         light = await tab.js(background)
         assert light != dark
         await tab.open(address + "/?again")
-        await tab.until_text("finished", "#state")
+        await tab.until_text("ended", "#state")
         assert await tab.js(background) == light
 
 
@@ -184,7 +184,7 @@ async def test_rollouts_are_filtered_compared_and_followed(browser: Browser, tmp
     async with viewing(write_run(tmp_path / "run")) as address, browser.tab() as tab:
         await tab.open(f"{address}#rollouts")
         await tab.until("document.querySelectorAll('#rollouts tbody tr').length > 5")
-        await tab.js("document.querySelector('#filter-contains').value = 'question of step 1 '")
+        await tab.js("document.querySelector('#filter-contains').value = 'question of step 1 <'")
         await tab.click("Find")
         await tab.until("document.querySelectorAll('#rollouts tbody tr').length === 1")
         await tab.js("document.querySelector('#rollouts tbody button').click()")
@@ -222,12 +222,12 @@ async def test_the_token_is_asked_for_once(browser: Browser, tmp_path: Path) -> 
         await tab.open(address)
         for token in ("wrong", "open-sesame"):
             await tab.until("document.querySelector('#ask').open")
-            assert "finished" not in await tab.js("document.body.innerText")
+            assert "ended" not in await tab.js("document.body.innerText")
             await tab.js(f"document.querySelector('#token').value = '{token}'")
             await tab.click("Go on")
-        await tab.until_text("finished", "#state")
+        await tab.until_text("ended", "#state")
         await tab.open(address + "/?again")
-        await tab.until_text("finished", "#state")
+        await tab.until_text("ended", "#state")
         assert "open-sesame" not in await tab.js("document.documentElement.outerHTML + location.href")
 
 

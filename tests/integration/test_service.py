@@ -118,7 +118,7 @@ async def test_a_run_continues_where_it_was_stopped(
     with JournalReader(tmp_path / "run") as reader:
         kept = [row.step for row in reader.batches() if row.kept]
         assert set(reader.counters()["dice"]) == {"finished", "batched"}
-    assert len(kept) <= config.trainer.keep_batches + 4, "the journal must not grow with the run"
+    assert len(kept) <= int(config.trainer.keep_batches) + 4, "the journal must not grow with the run"
 
 
 async def test_a_batch_is_served_only_once_it_is_on_disk(

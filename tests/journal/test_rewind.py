@@ -203,3 +203,31 @@ async def test_a_step_whose_weights_are_gone_is_refused_with_those_that_are_ther
         open_journal(tmp_path, rewind_to=2, find_flaw=find_flaw)
     async with open_journal(tmp_path, rewind_to=3, find_flaw=find_flaw) as journal:
         assert journal.recover().last_step == 3
+
+
+async def test_a_checkpoint_that_was_reported_after_the_step_does_not_count_any_more(tmp_path: Path) -> None:
+    """Batches that are formed again under the numbers of given up ones are kept until they are reported as saved."""
+    async with open_journal(tmp_path, keep_batches=None) as journal:
+        await train(journal, 6, positions=list(range(18)))
+        journal.record_checkpoint(5)
+    async with open_journal(tmp_path, keep_batches=None, rewind_to=3) as journal:
+        for step in (4, 5, 6):
+            group = make_group(100 + step)
+            journal.record_group(group)
+            await form(journal, step, [group])
+            journal.record_acknowledged(step)
+    async with open_journal(tmp_path, keep_batches=None) as journal:
+        assert journal.kept[0] == 3
+        group = make_group(200)
+        journal.record_group(group)
+        await form(journal, 7, [group])
+        journal.record_acknowledged(7)
+        await journal.flush()
+        assert journal.kept[0] == 4
+        assert [journal.load_batch(step) is not None for step in range(3, 8)] == [
+            False,
+            True,
+            True,
+            True,
+            True,
+        ]

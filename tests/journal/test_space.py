@@ -4,6 +4,8 @@ import json
 import sqlite3
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,7 @@ from tests.support.journal_opening import open_store
 SEGMENT_BYTES = 8 * 1024
 
 
-def make_store(run_dir: Path, keep_batches: int = 2) -> JournalStore:
+def make_store(run_dir: Path, keep_batches: int | None = 2) -> JournalStore:
     return open_store(run_dir, keep_batches=keep_batches, segment_bytes=SEGMENT_BYTES, fsync=False)
 
 
@@ -178,3 +180,47 @@ def test_a_full_disk_is_said_once_and_loses_nothing_that_was_recorded(
     assert [group.task.position for group in again.groups] == list(range(len(again.groups)))
     assert len(again.groups) >= said["durable"] + 1
     assert facts(again.groups[-1]) == facts(make_group(len(again.groups) - 1, longest=longest))
+
+
+def test_what_is_kept_since_a_checkpoint_is_counted_and_given_back(tmp_path: Path) -> None:
+    """Also when a transaction is undone and applied again, and after the journal was opened anew."""
+    store = make_store(tmp_path, None)
+
+    def apply(*records: Callable[[], None], undo: bool = False) -> None:
+        store.begin(sync=False)
+        for record in records:
+            record()
+        if undo:
+            store.rollback()
+        else:
+            store.commit(sync=False)
+
+    def form(step: int) -> list[Callable[[], None]]:
+        batch = make_batch(step)
+        adding = [partial(store.add_group, group) for group in batch.groups]
+        return [*adding, partial(store.add_batch, batch, None, {})]
+
+    for step in range(1, 7):
+        apply(*form(step))
+        apply(partial(store.acknowledge, step), undo=True)
+        apply(partial(store.acknowledge, step))
+        apply(partial(store.acknowledge, step))
+    assert store.kept[0] == 6
+    before = store.kept
+    apply(partial(store.set_checkpoint, 4), undo=True)
+    assert store.kept == before
+    apply(partial(store.set_checkpoint, 4))
+    assert store.kept[0] == 2
+    assert 0 < store.kept[1] < before[1]
+    kept = store.kept
+    store.close()
+    store = make_store(tmp_path, None)
+    assert store.kept == kept
+    apply(*form(7))
+    apply(partial(store.acknowledge, 7))
+    assert store.kept[0] == 3
+    store.close()
+    with JournalReader(tmp_path) as reader:
+        assert [row.step for row in reader.batches() if row.kept] == [5, 6, 7]
+        assert [batch.step for batch in reader.recover(again=1).batches] == [7]
+        assert [batch.step for batch in reader.recover().batches] == [5, 6, 7]

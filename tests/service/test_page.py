@@ -1,6 +1,5 @@
 """Run directories as the page shows them: what the records add up to, rollouts that are found, and reports."""
 
-import fcntl
 import json
 import os
 import time
@@ -13,6 +12,7 @@ import pytest
 from orchestrator.cli import main
 from orchestrator.cli.view import build_report
 from orchestrator.errors import ConfigError
+from orchestrator.journal.directory import lock_run_dir
 from orchestrator.service import browse
 from orchestrator.service.browse import ArchivedRollouts
 from orchestrator.service.page import RunDirectory
@@ -35,7 +35,7 @@ def test_a_finished_run_says_how_it_ended(run_dir: Path) -> None:
     run = RunDirectory(run_dir)
     told = run.snapshot()
     status = run.status()
-    assert (status.state, status.step, status.trained) == ("finished", 12, 12)
+    assert (status.state, status.step, status.trained) == ("ended", 12, 12)
     assert "max_steps reached" in status.waiting_for
     assert list(status.envs) == ["math", "code"]
     code = status.envs["code"]
@@ -52,23 +52,20 @@ def test_a_run_that_crashed_says_so(tmp_path: Path) -> None:
     """Without a summary nobody ended it in order; neither did who went on after it was written."""
     run = RunDirectory(write_run(tmp_path / "killed", ended=False))
     run.recorded.refresh()
-    assert run.status().state == "stopped"
-    assert "crashed, or was killed" in run.status().waiting_for
-    write_run(tmp_path / "went_on")
-    summary = tmp_path / "went_on" / "summary.json"
-    os.utime(summary, (0, 0))
-    run = RunDirectory(tmp_path / "went_on")
-    run.recorded.refresh()
-    assert run.status().state == "stopped"
+    assert (run.status().state, run.status().step) == ("crashed", 12)
+    assert "goes on with it" in run.status().waiting_for
+    went_on = write_run(tmp_path / "went_on")
+    (went_on / "addresses.json").write_text("{}", encoding="utf-8")
+    os.utime(went_on / "summary.json", (0, 0))
+    assert RunDirectory(went_on).status().state == "crashed"
 
 
 def test_a_run_that_somebody_works_on_says_where_its_own_page_is(run_dir: Path) -> None:
     """What is shown is what the journal has."""
     (run_dir / "addresses.json").write_text(json.dumps({"http": "http://127.0.0.1:8600"}), encoding="utf-8")
-    with (run_dir / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with lock_run_dir(run_dir):
         status = RunDirectory(run_dir).status()
-    assert status.state == "recorded"
+    assert status.state == "busy"
     assert "http://127.0.0.1:8600" in status.waiting_for
 
 

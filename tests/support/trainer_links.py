@@ -39,6 +39,7 @@ _COMMON: dict[str, Any] = {
     "on_publish": ignore,
     "on_trained": ignore,
     "on_report": lambda step, metrics: "",
+    "on_checkpoint": ignore,
     "on_done": ignore,
     "when_durable": at_once,
 }

@@ -1,5 +1,7 @@
 """Prometheus metrics: what a scrape shows is what the ledger and the status say."""
 
+import math
+
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -169,6 +171,19 @@ def found_env(name: str) -> str:
     found = scraped(sample_status(envs={name: env_status()}))
     (labels,) = [labels for sample, labels in found if sample == "orchestrator_env_inflight"]
     return labels[0][1]
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, 1e300, -0.0, 10**18])
+def test_every_number_can_be_read(value: float) -> None:
+    """Also those that are none, which an environment may send."""
+    found = scraped(sample_status(envs={"a": env_status(last=sample_env_step(metrics={"odd": value}))}))
+    read = found["orchestrator_env_metric", (("env", "a"), ("name", "odd"))]
+    assert read == value or (math.isnan(read) and math.isnan(value))
+
+
+def test_a_name_that_is_no_unicode_ends_no_scrape() -> None:
+    """It is shown as far as it can be."""
+    assert found_env("a\udcffb") == "a?b"
 
 
 def test_the_latest_evaluation_of_each_env_is_shown() -> None:

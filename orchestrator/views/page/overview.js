@@ -1,7 +1,7 @@
 "use strict";
 // What a run does now, in words and tables: its state, what it waits for, its environments, servers and failures.
 
-const STATES = { running: "good", finished: "", starting: "warn", draining: "warn", paused: "warn", stopped: "bad" };
+const STATES = { running: "good", finished: "", starting: "warn", draining: "warn", paused: "warn", ended: "", busy: "good", failed: "bad", crashed: "bad" };
 
 function showHead(run, runs) {
   const status = run.status;
@@ -52,7 +52,7 @@ function facts(run) {
   const { status, series } = run;
   const now = (name) => { const column = series?.run[name]; return column ? column[lastKnown(column)] : null; };
   const fact = (name, value, after = "", extra = null) => h("div", { "data-key": name }, h("dt", null, name), h("dd", null, value, h("small", null, after)), extra);
-  const living = !["finished", "stopped"].includes(status.state) && status.limit > 0;
+  const living = status.state !== "finished" && status.limit > 0;
   const change = isNumber(status.first_reward) && isNumber(status.reward) ? `from ${number(status.first_reward)}` : "";
   const items = [
     fact("step", number(status.step), status.max_steps ? `of ${status.max_steps}` : "",
