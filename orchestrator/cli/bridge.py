@@ -20,7 +20,9 @@ def register(commands: "Commands") -> None:
         description="Feed a trainer that was written for another system. A bridge takes the place of the trainer "
         "(trainer.world_size = 1), may be killed at any time, and ends with the run.",
     )
-    bridges = parser.add_subparsers(dest="bridge", required=True, metavar="BRIDGE")
+    bridges = parser.add_subparsers(
+        dest="bridge", required=True, metavar="BRIDGE", help="which system it was written for"
+    )
     shared = argparse.ArgumentParser(add_help=False)
     shared.add_argument(
         "--connect",
@@ -32,7 +34,10 @@ def register(commands: "Commands") -> None:
         help="name of the environment variable that holds the trainer's token (trainer.token_env)",
     )
     atropos = bridges.add_parser(
-        "atropos", parents=[shared], help="serve trainers of Atropos over HTTP, as its API server does"
+        "atropos",
+        parents=[shared],
+        help="serve trainers of Atropos over HTTP, as its API server does",
+        description="Serve trainers of Atropos over HTTP, as its API server does: /register, /info, /status, /batch.",
     )
     atropos.add_argument("--host", default="127.0.0.1", help="where to listen (default: this machine only)")
     atropos.add_argument(
@@ -46,7 +51,10 @@ def register(commands: "Commands") -> None:
     )
     atropos.set_defaults(run=atropos_command)
     prime_rl = bridges.add_parser(
-        "prime-rl", parents=[shared], help="write batches for prime-rl's trainer, and follow its broadcasts"
+        "prime-rl",
+        parents=[shared],
+        help="write batches for prime-rl's trainer, and follow its broadcasts",
+        description="Write batches where prime-rl's trainer looks for them, and publish the weights that it broadcasts.",
     )
     prime_rl.add_argument("--out", type=Path, required=True, help="output directory of prime-rl's trainer")
     prime_rl.add_argument("--ranks", type=int, default=1, help="its data-parallel ranks (default: 1)")

@@ -4,7 +4,8 @@
 all is well. `version` and `version_newest` bound the weights that the engine may sample with at this moment;
 they differ only while an update is under way or after one that failed. A rollout's span of versions is
 `version` when it was dispatched and `version_newest` when it ended. One that is `leaving` stays in service for the
-rollouts that it has, and gets no others.
+rollouts that it has, and gets no others; one that is `joining` has no share of what may be in flight before it has
+entered service for the first time.
 """
 
 import asyncio
@@ -48,6 +49,7 @@ class Endpoint:
     metrics: EngineMetrics | None = None
     losses: int = 0
     leaving: bool = False
+    joining: bool = False
 
     # The pool's own bookkeeping.
     serial: int | None = field(default=None, repr=False)

@@ -274,6 +274,7 @@ class InferencePool(Roster):
         else:
             assert self._session is not None
             endpoint = build_endpoint(url, now=self.clock())
+            endpoint.joining = True
             endpoint.version = endpoint.version_newest = self._sync.loaded.version
             self.endpoints.append(endpoint)
             self._controllers[endpoint] = self._concurrency.controllers(len(self.endpoints))[-1]
@@ -302,13 +303,21 @@ class InferencePool(Roster):
         self.leave(endpoint)
         self._share_out()
 
+    def enter(self, endpoint: Endpoint) -> None:
+        """The endpoint gets work from now on; the first time, it gets its share of what may be in flight too."""
+        if endpoint.joining:
+            endpoint.joining = False
+            self._share_out()
+        super().enter(endpoint)
+
     def _find(self, url: str) -> Endpoint | None:
         return next((endpoint for endpoint in self.endpoints if endpoint.url == url), None)
 
     def _share_out(self) -> None:
-        """Divide what may be in flight anew among the endpoints that stay."""
+        """Divide what may be in flight anew among the endpoints that have joined and stay."""
         staying = [endpoint for endpoint in self.endpoints if not endpoint.leaving]
-        for endpoint, (low, high) in zip(staying, self._concurrency.bounds(len(staying)), strict=True):
+        sharing = [endpoint for endpoint in staying if not endpoint.joining] or staying
+        for endpoint, (low, high) in zip(sharing, self._concurrency.bounds(len(sharing)), strict=True):
             controller = self._controllers[endpoint]
             controller.resize(low, high)
             endpoint.limit = controller.limit

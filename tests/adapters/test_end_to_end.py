@@ -16,7 +16,6 @@ from orchestrator.local.server import PolicyServerSpec, serve
 from orchestrator.trainer import AsyncTrainerClient, TrainingBatch
 from tests.adapters.conftest import HERE, Driver
 from tests.adapters.venvs import (
-    ALL,
     ATROPOS,
     CLASSIC,
     INSPECT,
@@ -37,7 +36,7 @@ SLOW_TO_GENERATE = {"futoshiki", "knight_swap"}
 
 @pytest.fixture(scope="module", autouse=True)
 def _venvs() -> None:
-    for venv in ALL:
+    for venv in (ATROPOS, CLASSIC, INSPECT, OPENENV, REASONING_GYM, TEXTARENA, V1):
         if venv.missing():
             pytest.skip(venv.missing())
 

@@ -17,6 +17,7 @@ async def test_an_added_server_joins_with_the_newest_weights(tmp_path: Path) -> 
             assert pool.refuse_add(second.base_url) == ""
             pool.add_endpoint(second.base_url)
             assert [endpoint.healthy for endpoint in pool.endpoints] == [True, False]
+            assert pool.limit == 12, "who has not joined takes nothing away"
             await wait(lambda: len(pool.ready) == 2)
             assert (second.weights, pool.endpoints[1].version) == (str(weights), 3)
             assert [endpoint.limit for endpoint in pool.endpoints] == [6, 6]
@@ -97,7 +98,9 @@ async def test_what_cannot_be_added_or_removed_is_refused_with_the_reason() -> N
             assert "there is no inference server http://x/v1" in pool.refuse_remove("http://x/v1")
             pool.add_endpoint(unfit.base_url)
             await wait(lambda: "another" in pool.endpoints[1].error)
-            assert pool.ready == [pool.endpoints[0]]
+            assert (pool.ready, pool.limit) == ([pool.endpoints[0]], 12)
+            pool.set_max_inflight(10)
+            assert pool.limit == 10
             assert "is the only inference server in service" in pool.refuse_remove(first.base_url)
             assert pool.refuse_remove(unfit.base_url) == ""
             pool.remove_endpoint(unfit.base_url)

@@ -167,7 +167,11 @@ class World:
         """Every group that was trained on, is in a formed batch, or waits for one: each in exactly one place."""
         batched = {group.id: batch.step for batch in recovered.batches for group in batch.groups}
         places = record.groups()
-        places.update(name for name, step in batched.items() if step > record.last_step)
+        # The end may come when one rank has the last batch and another has not: then its groups are in the journal alone.
+        whole = {
+            step for step, _ in record.batches if all((step, rank) in record.batches for rank in range(RANKS))
+        }
+        places.update(name for name, step in batched.items() if step not in whole and name not in places)
         places.update(group.id for group in recovered.groups)
         assert {name for name, times in places.items() if times > 1} == set()
         for (step, _), line in record.batches.items():
