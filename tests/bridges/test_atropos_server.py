@@ -1,6 +1,7 @@
 """The Atropos bridge with real sockets and real processes: time-outs and kills lose no batch and double none."""
 
 import asyncio
+import json
 import socket
 import sys
 from collections.abc import AsyncIterator
@@ -170,15 +171,15 @@ async def test_a_trainer_that_gives_up_while_it_is_answered_gets_the_same_batch_
 
 
 async def test_a_bridge_that_is_killed_at_any_point_loses_and_doubles_nothing(tmp_path: Path) -> None:
-    """SIGKILL after every batch that the trainer has got, and once more after it was done with one."""
+    """SIGKILL as soon as the bridge has noted what the trainer has got, and once more after it was done with one."""
     acked: list[int] = []
-    port = free_port()
+    port, note = free_port(), tmp_path / "note.json"
     seen: list[list[list[int]]] = []
 
     @asynccontextmanager
     async def process(address: str) -> AsyncIterator[None]:
         command = [sys.executable, "-m", "orchestrator", "bridge", "atropos", "--connect", address]
-        options = ["--port", str(port), "--note", str(tmp_path / "note.json")]
+        options = ["--port", str(port), "--note", str(note)]
         running = await asyncio.create_subprocess_exec(*command, *options, cwd=ROOT)
         try:
             yield
@@ -195,6 +196,8 @@ async def test_a_bridge_that_is_killed_at_any_point_loses_and_doubles_nothing(tm
                     await trainer.register()
                 batch = await trainer.take()
                 seen.append([tokens for item in batch for tokens in item["tokens"]])
+                # What it hands over is noted after its last byte, which the trainer may have a moment earlier.
+                await until(lambda step=killed + 1: json.loads(note.read_text())["delivered"] == step)  # type: ignore[misc]  # binds the loop's value
         # Whatever the last kill has kept from being acknowledged is acknowledged by the next process.
         async with process(server.address):
             await until(lambda: acked == [1, 2, 3])
