@@ -11,6 +11,9 @@ from envs.errors import FailureKind, RolloutFailure
 
 _TEXT = ("text", "refusal")
 
+_MANY = 1024
+"""So many numbers in one list are the pixels of a picture, or something else that nobody reads."""
+
 
 def refuse_other_than_text(messages: Iterable[Mapping[str, Any]]) -> None:
     """Raise RolloutFailure, which names the kind of part, unless all parts of all messages are text."""
@@ -26,3 +29,38 @@ def refuse_other_than_text(messages: Iterable[Mapping[str, Any]]) -> None:
                     f"a message of role {message.get('role')} has a part of type {kind}; only text works here",
                     retryable=False,
                 )
+
+
+def refuse_pictures(fields: Mapping[str, Any], remedy: str) -> None:
+    """Raise RolloutFailure, which names the field, where one is a picture: as a data URL, or as its pixels."""
+    for name, value in fields.items():
+        if found := _picture_in(value):
+            raise RolloutFailure(
+                FailureKind.NOT_TEXT, f'"{name}" holds {found}; only text works here{remedy}', retryable=False
+            )
+
+
+def _picture_in(value: object) -> str:
+    if isinstance(value, str):
+        kind = value[5:].partition("/")[0] if value[:5].lower() == "data:" else ""
+        return f"{kind} as a data URL" if kind in ("image", "audio", "video") else ""
+    if isinstance(value, Mapping):
+        return next(filter(None, map(_picture_in, value.values())), "")
+    if isinstance(value, (list, tuple)):
+        if _count_numbers(value) >= _MANY:
+            return f"{_count_numbers(value)} numbers, as pictures do"
+        return next(filter(None, map(_picture_in, value)), "")
+    return ""
+
+
+def _count_numbers(values: list[Any] | tuple[Any, ...]) -> int:
+    """Of a list of numbers, or of lists of them, however deep; 0 where anything else is among them."""
+    total = 0
+    for value in values:
+        if isinstance(value, (int, float)):
+            total += 1
+        elif isinstance(value, (list, tuple)) and (inside := _count_numbers(value)):
+            total += inside
+        else:
+            return 0
+    return total

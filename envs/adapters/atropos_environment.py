@@ -23,7 +23,7 @@ from transformers import AutoTokenizer  # type: ignore[import-not-found]  # come
 from envs.adapters.atropos_record import Conversation, GroupRecord, find
 from envs.adapters.atropos_server import PolicyServer, current_group, managed_server
 from envs.environment import Environment, Task, Tasks
-from envs.errors import EnvironmentLoadError, RolloutFailure
+from envs.errors import EnvironmentLoadError, FailureKind, RolloutFailure
 from envs.importing import nearest
 from envs.model import Model
 from envs.rollout import InvalidRolloutError, Rollout, Sequence
@@ -126,6 +126,12 @@ class HandedIn:
     def rollouts(self, groups: list[Mapping[str, Any]]) -> list[Rollout]:
         """Several groups are steps of one: each becomes a seat, so that its rewards are compared among themselves."""
         for group in groups:
+            if any(group.get("images") or ()):
+                raise RolloutFailure(
+                    FailureKind.NOT_TEXT,
+                    "the environment handed in images; only text works here",
+                    retryable=False,
+                )
             if len(group["scores"]) > self._count:
                 raise InvalidRolloutError(
                     f"the environment handed in {len(group['scores'])} sequences for a group of {self._count}"

@@ -14,6 +14,7 @@ import msgspec
 from envs.errors import EnvironmentLoadError
 from envs.importing import nearest
 from envs.model import Reply
+from envs.text_only import refuse_other_than_text, refuse_pictures
 
 TOOL = "act"
 """Name of the tool that stands for an action."""
@@ -126,6 +127,7 @@ def observation_text(observation: Mapping[str, Any], fields: Collection[str] | N
         if (name in fields if fields is not None else name not in _NOT_SHOWN)
         and value not in (None, "", [], {})
     }
+    refuse_pictures(shown, "; name the fields that are with args.observation")
     if len(shown) == 1:
         value = next(iter(shown.values()))
         if isinstance(value, str):
@@ -140,6 +142,7 @@ def _tool_result(observation: Mapping[str, Any]) -> str:
         return f"error: {error.get('message', error) if isinstance(error, dict) else error}"
     content = result.get("content") if isinstance(result, dict) else None
     if isinstance(content, list):
+        refuse_other_than_text([{"role": "tool", "content": content}])
         return "\n".join(str(part["text"]) for part in content if isinstance(part, dict) and "text" in part)
     return result if isinstance(result, str) else msgspec.json.encode(result).decode()
 
