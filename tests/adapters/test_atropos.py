@@ -130,6 +130,12 @@ def test_raw_completions_are_recorded_too(atropos: Driver) -> None:
     assert sequences(answer)[0][0] == [*map(ord, "stone, reversed: enots"), 2]
 
 
+def test_a_group_with_pictures_is_refused(atropos: Driver) -> None:
+    """What no trainer gets must not have been seen."""
+    answer = group(atropos, "Seeing")
+    assert (answer["kind"], answer["retryable"]) == ("not_text", False)
+
+
 def test_a_dropped_group_is_no_failure(atropos: Driver) -> None:
     """It is handed on with equal rewards, which the service does not train on."""
     answer = group(atropos, "Dropping")

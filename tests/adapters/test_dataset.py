@@ -1,6 +1,7 @@
 """Files and scorers of `dataset::` that need a library: Parquet, folders of Hugging Face, mathematics, schemas."""
 
 import json
+import os
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,8 @@ from typing import Any
 import pytest
 
 from tests.adapters.conftest import Driver
-from tests.adapters.venvs import DATASET
+from tests.adapters.venvs import CHECKOUT, DATASET
+from tests.support.archived import batch_of, opened, pending
 
 ROWS = [
     {"question": f"{number} + 1?", "answer": number + 1, "meta": {"deep": [number]}} for number in range(300)
@@ -202,3 +204,39 @@ def test_a_schema_that_is_none_is_a_mistake(dataset: Driver, tmp_path: Path) -> 
     ):
         played = dataset.play(f"dataset::{path}", args={"prompt": "{q}", "scorer": scorer})
         assert says in played["load_error"]
+
+
+EXPORT = """
+import json, sys
+from pathlib import Path
+import pyarrow.parquet
+from orchestrator.archive import RolloutReader
+from orchestrator.archive.export import export
+run_dir, file = map(Path, sys.argv[1:])
+with RolloutReader(run_dir) as reader:
+    written = export(reader.groups(readable=True), file)
+print(json.dumps({"written": written, "rows": pyarrow.parquet.read_table(file).to_pylist()}))
+"""
+
+
+def test_rollouts_of_a_run_are_exported_as_parquet(dataset: Driver, tmp_path: Path) -> None:
+    """A row for each rollout, as pyarrow itself reads it; nested values are JSON."""
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    first = pending(0, (0.0, 1.0))
+    with opened(run_dir) as archive:
+        archive.scored(first, "queued", 12.0)
+        archive.batch_formed(batch_of(1, first))
+    done = subprocess.run(
+        [DATASET.python, "-c", EXPORT, str(run_dir), str(tmp_path / "rollouts.parquet")],
+        env={**os.environ, "PYTHONPATH": str(CHECKOUT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert told["written"] == len(told["rows"]) == 2
+    assert [row["reward"] for row in told["rows"]] == [0.0, 1.0]
+    assert {(row["env"], row["step"], row["outcome"]) for row in told["rows"]} == {("math", 1, "trained")}
+    assert all(json.loads(row["messages"])[0]["role"] == "user" for row in told["rows"])

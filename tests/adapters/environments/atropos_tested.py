@@ -112,6 +112,14 @@ class Managed(Reversing):
         return group, []
 
 
+class Seeing(Reversing):
+    """Hands in pictures beside the tokens."""
+
+    async def collect_trajectories(self, item: dict[str, str]) -> Any:
+        group, left = await super().collect_trajectories(item)
+        return {**group, "images": [["picture"]] * len(group["scores"])}, left
+
+
 class Talking(Reversing):
     """One conversation of two turns for each member of the group; leaves an item over."""
 
