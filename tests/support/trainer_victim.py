@@ -5,6 +5,7 @@ acknowledges and prints `acked STEP`, nothing at all leaves it where it is.
 """
 
 import hashlib
+import signal
 import sys
 
 from orchestrator.trainer import TrainerClient, TrainingBatch
@@ -25,6 +26,8 @@ def digest(batch: TrainingBatch) -> str:
 
 
 def main() -> None:
+    # A shell that starts the tests in the background has its children ignore Ctrl-C.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     address, rank, world_size = sys.argv[1], *map(int, sys.argv[2:] or (0, 1))
     with TrainerClient(address, rank=rank, world_size=world_size) as trainer:
         print("joined", flush=True)
