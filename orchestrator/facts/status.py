@@ -142,6 +142,8 @@ class Status(msgspec.Struct):
     mismatch: str = ""
     failure_reasons: dict[str, str] = {}
     """What the last one of `failures` said, under the same name."""
+    tokens: int = 0
+    """In all batches."""
     last: StepRecord | None = None
     """The last step; its envs are with their env."""
     idle_s: float = 0.0

@@ -100,6 +100,7 @@ def build_status(
             for name, told in facts.reports.names.items()
         },
         mismatch=facts.reports.trouble,
+        tokens=facts.tokens,
         last=None if last is None else msgspec.structs.replace(last, envs={}),
         idle_s=max(0.0, now - run.progressed),
         max_versions=run.settings.max_versions,
@@ -199,7 +200,7 @@ def build_summary(run: Run, end: str, now: float) -> dict[str, Any]:
         "steps": status.trained,
         "version": status.version,
         "sequences": run.parts.facts.sequences,
-        "tokens": run.parts.facts.tokens,
+        "tokens": status.tokens,
         "last_step": None if status.last is None else msgspec.to_builtins(status.last),
         "first_reward": status.first_reward,
         "last_reward": status.reward,

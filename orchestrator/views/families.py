@@ -231,6 +231,7 @@ _RUN = [
         "Times that the minimum of an env was waived",
         lambda status, _: [((), status.minimums_waived)],
     ),
+    Family("tokens", "counter", (), "Tokens in batches", lambda status, _: [((), status.tokens)]),
 ]
 
 _ROLLOUTS = [
