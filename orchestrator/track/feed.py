@@ -28,6 +28,10 @@ CLOSE_S = 10.0
 """How long the end of a run waits for its trackers."""
 THREAD = "tracker "
 """What the names of their threads begin with."""
+MOST_OWED = 4
+"""Steps whose samples are looked for again, with every line that comes."""
+LAST_LOOKS, LOOK_S = 20, 0.1
+"""How often they are looked for at the end of a run, and how long apart."""
 SILENT_S = 30.0
 """A tracker that has not come back from a call for so long is worth a word."""
 
@@ -81,6 +85,8 @@ class Feed:
         self._logged = 0
         self._lost = 0
         self._error = ""
+        self._owed: list[int] = []
+        """Steps whose samples were not there yet."""
         self._counting = threading.Lock()
         self._thread = threading.Thread(target=self._run, name=f"{THREAD}{self.name}", daemon=True)
         self._thread.start()
@@ -137,21 +143,35 @@ class Feed:
             else:
                 self._lose("track.failed", self._error)
         if tracker is not None:
+            self._pay_last(tracker)
             self._call(tracker.close)
+
+    def _pay_last(self, tracker: Tracker) -> None:
+        """At the end of a run its last rollouts are about to be kept."""
+        for _ in range(LAST_LOOKS):
+            if self._samples is None or not self._owed:
+                return
+            self._call(self._pay, tracker, self._samples.read)
+            time.sleep(LOOK_S)
 
     def _show_samples(self, tracker: Tracker, line: Mapping[str, Any]) -> None:
         """A few rollouts of the step, for a tracker that shows any."""
         shows = type(tracker).log_samples is not Tracker.log_samples
-        if (
-            not shows
-            or self._samples is None
-            or line["kind"] != "step"
-            or not self._samples.due(line["step"])
-        ):
+        if self._samples is None or not shows:
             return
-        rows = self._samples.read(line["step"])
-        if rows:
-            tracker.log_samples(line["step"], rows)
+        if line["kind"] == "step" and self._samples.due(line["step"]):
+            self._owed = [*self._owed, line["step"]][-MOST_OWED:]
+        self._pay(tracker, self._samples.read)
+
+    def _pay(self, tracker: Tracker, read: Callable[[int], Rows]) -> None:
+        """Show the samples that can be had by now: rollouts are kept a moment after their step is known."""
+        for step in list(self._owed):
+            self._owed.remove(step)
+            rows = read(step)
+            if rows:
+                tracker.log_samples(step, rows)
+            else:
+                self._owed.append(step)
 
     def _call(self, call: Callable[..., None], *arguments: object) -> bool:
         self._called_at = self._clock()
