@@ -10,6 +10,7 @@ import json
 import re
 import subprocess
 import sys
+import threading
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -146,10 +147,16 @@ def test_the_configuration_block_of_the_readme_works_after_make_run(tmp_path: Pa
 @pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_the_commands_of_operating_it_work(small: Path) -> None:
-    """Run, run anew, evaluate, and look at a run while it runs."""
+    """Run, run anew, set back, evaluate; then look at a run while it runs, and change it. `view` has a test of its own."""
     (block,) = [block for block in sh_blocks(README) if "orchestrator status" in block]
-    *alone, status = block.replace("CONFIG", "small.toml").splitlines()
-    done = run_all("\n".join(alone), small)
+    lines = (
+        block.replace("CONFIG", "small.toml")
+        .replace("RUN_DIR", "runs/small")
+        .replace(" ... ", " ")
+        .splitlines()
+    )
+    beside = [line for line in lines if "runs/small" in line and "orchestrator view" not in line]
+    done = run_all("\n".join(line for line in lines if "small.toml" in line), small)
     assert done.returncode == 0, done.stderr
     endless = [str(COMMAND), "run", "small.toml", "--max_steps", "1000000"]
     with subprocess.Popen(
@@ -157,11 +164,15 @@ def test_the_commands_of_operating_it_work(small: Path) -> None:
     ) as running:
         assert running.stdout is not None
         next(line for line in running.stdout if '"run.started"' in line)
-        shown = run_all(status.replace("RUN_DIR", "runs/small"), small)
+        drained = threading.Thread(target=running.stdout.read)
+        drained.start()
+        shown = run_all("\n".join(beside), small)
         running.terminate()
-        running.stdout.read()
+        drained.join()
     assert shown.returncode == 0, shown.stderr
-    assert "state: running" in shown.stdout
+    assert len(beside) == 4
+    for words in ("state: running", "groups: ", "paused: "):
+        assert words in shown.stdout
     assert running.returncode == 128 + 15
 
 
