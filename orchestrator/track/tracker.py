@@ -29,7 +29,7 @@ class Tracker:
         """
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """A step was trained on. Steps come in order."""
+        """A step was trained on. Steps come in order. A class without this method is refused before a run starts."""
         raise NotImplementedError
 
     def log_eval(self, step: int, env: str, metrics: Mapping[str, float]) -> None:
@@ -47,9 +47,8 @@ def build_maker(name: str, options: Mapping[str, Any]) -> Callable[[], Tracker]:
     """What makes the tracker, for its own thread to call; ConfigError when it could not."""
     if name in NAMED:
         spec = find_spec(name)
-        if (
-            spec is None or spec.origin is None
-        ):  # no origin: a folder of that name, such as wandb makes for its files
+        # No origin: a folder of that name, such as wandb makes for its files.
+        if spec is None or spec.origin is None:
             raise ConfigError(
                 f'track.use: "{name}" needs a library that is not installed: pip install "rollout-orchestrator[{name}]"'
             )
@@ -62,6 +61,10 @@ def build_maker(name: str, options: Mapping[str, Any]) -> Callable[[], Tracker]:
         raise ConfigError(str(error)) from None
     if not _is_tracker(found):
         raise ConfigError(f'track.use: "{name}" is not a class that derives from orchestrator.track.Tracker')
+    if found.log is Tracker.log:
+        raise ConfigError(
+            f'track.use: "{name}" has no method log(step, metrics), so that it would track nothing'
+        )
     try:
         inspect.signature(found).bind(**options)
     except TypeError as error:

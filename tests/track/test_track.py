@@ -273,6 +273,7 @@ class TestMaking:
                 {},
                 "not a class that derives from orchestrator.track.Tracker",
             ),
+            ("tests.track.trackers:Mute", {}, "has no method log(step, metrics)"),
             ("tests.track.trackers:Recording", {}, "missing a required argument: 'path'"),
             (
                 "tests.track.trackers:Recording",
