@@ -202,8 +202,9 @@ class JournalReader:
 
     def evals(self, *, since: int = 0, last: int | None = None) -> list[dict[str, Any]]:
         """Recorded evaluations behind the first `since`, oldest first, or the last few of them."""
+        # Counted, because a run that was set back has gaps in the ids.
         rows = self._rows(
-            "SELECT data, at FROM evals WHERE id > ? ORDER BY id DESC LIMIT ?",
+            "SELECT data, at FROM (SELECT id, data, at FROM evals ORDER BY id LIMIT -1 OFFSET ?) ORDER BY id DESC LIMIT ?",
             since,
             -1 if last is None else last,
         )

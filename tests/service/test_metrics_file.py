@@ -17,14 +17,14 @@ from tests.support.journal_opening import open_journal
 from tests.support.waiting import until
 
 
-async def form(journal: Journal, step: int) -> None:
+async def form(journal: Journal, step: int, states: dict[str, Any] | None = None) -> None:
     """A step's batch, formed and durable."""
     batch, durable = make_batch(step), asyncio.Event()
     facts = Facts({"math": 1.0}, ledger=Ledger(), versions=Versions(max_versions=2), now=0.0)
     for group in batch.groups:
         journal.record_group(group)
     record = facts.batch_formed(batch, quarantined=frozenset(), now=1.0)
-    journal.record_batch(batch, durable.set, record=record, states={})
+    journal.record_batch(batch, durable.set, record=record, states=states or {})
     await durable.wait()
 
 
@@ -86,6 +86,35 @@ async def test_a_later_process_mends_the_file_and_tells_only_what_is_new(tmp_pat
         async with MetricsFile(tmp_path, [listen], poll_s=0.01):
             await until(lambda: told == [1, 2, 3])
     assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3]
+
+
+async def test_after_a_run_was_set_back_every_line_comes_once(tmp_path: Path) -> None:
+    """Evaluations that were given up leave gaps in their numbers, over which nothing is told twice."""
+    states = {"version": {"published": [0], "path": None, "trained": 0}}
+    async with open_journal(tmp_path) as journal:
+        for step in (1, 2, 3):
+            await form(journal, step, states)
+            journal.record_acknowledged(step)
+            journal.record_eval({"env": "math", "step": step, "version": step})
+    told: list[tuple[str, int]] = []
+
+    def listen(line: dict[str, Any]) -> None:
+        told.append((line["kind"], line["step"]))
+
+    async with (
+        open_journal(tmp_path, rewind_to=1) as journal,
+        MetricsFile(tmp_path, [listen], poll_s=0.01),
+    ):
+        for step in (2, 3):
+            journal.record_eval({"env": "math", "step": step - 1, "version": step - 1})
+            await journal.flush()
+            await until(lambda step=step: ("eval", step - 1) in told)  # type: ignore[misc]  # binds the loop's value
+            await form(journal, step, states)
+            journal.record_acknowledged(step)
+            await journal.flush()
+            await until(lambda step=step: ("step", step) in told)  # type: ignore[misc]  # same
+    assert told == [("step", 1), ("eval", 1), ("step", 2), ("eval", 2), ("step", 3)]
+    assert [(line["kind"], line["step"]) for line in lines(tmp_path)] == told
 
 
 async def test_a_file_that_cannot_be_written_costs_lines_and_says_so(
