@@ -83,7 +83,7 @@ def resume(
     parts.eval_sink.results = [{key: row[key] for key in row if key != "at"} for row in evals]
     if recovered.empty:
         return
-    run.restore(recovered.state)
+    _restore(run, recovered.state)
     parts.facts.history.extend(recovered.steps)
     held: dict[str, set[int]] = {}
     for group in recovered.groups:
@@ -106,3 +106,21 @@ def resume(
         tasks_asked_again=asked_again,
         damaged=len(recovered.damaged),
     )
+
+
+def _restore(run: Run, state: Mapping[str, Any]) -> None:
+    """Give the parts what `Run.states` had of them; the mix says what changed in the configuration meanwhile."""
+    parts = run.parts
+    run.control.restore(state.get("control"))
+    if "mix" in state:
+        for note in parts.mix.load_state_dict(state["mix"]):
+            log.warning("mix.changed", note=note)
+        parts.mix.forget_inflight()
+    for key, part in (
+        ("facts", parts.facts),
+        ("ledger", parts.ledger),
+        ("evals", parts.evaluations),
+        ("buffer", parts.buffer),
+    ):
+        if key in state:
+            part.load_state_dict(state[key])

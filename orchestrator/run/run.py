@@ -448,17 +448,3 @@ class Run:
             "buffer": parts.buffer.state_dict(),
             "control": self.control.changes.state(),
         }
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from an earlier process; the mix says what changed in the configuration meanwhile."""
-        parts = self.parts
-        self.control.restore(state.get("control"))
-        if "mix" in state:
-            for note in parts.mix.load_state_dict(state["mix"]):
-                log.warning("mix.changed", note=note)
-            parts.mix.forget_inflight()
-        for key, part in (("facts", parts.facts), ("ledger", parts.ledger), ("evals", parts.evaluations)):
-            if key in state:
-                part.load_state_dict(state[key])
-        if "buffer" in state:
-            parts.buffer.load_state_dict(state["buffer"])
