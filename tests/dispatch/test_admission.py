@@ -5,7 +5,7 @@ from typing import Any
 from orchestrator.dispatch.admission import Admission
 from orchestrator.dispatch.ledger import Lane
 from orchestrator.dispatch.waits import WaitKind
-from orchestrator.simulate.world import Behaviour
+from orchestrator.simulate.neighbours import Behaviour
 from tests.support.worlds import NEVER, TestedWorld, make_world
 
 

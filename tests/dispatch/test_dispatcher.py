@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from orchestrator.dispatch.ledger import Lane, Outcome
 from orchestrator.dispatch.waits import WaitKind
-from orchestrator.simulate.world import Behaviour
+from orchestrator.simulate.neighbours import Behaviour
 from orchestrator.tasks.evaluations import EvalPlan
 from tests.support.scenarios import explain
 from tests.support.worlds import NEVER, TestedWorld, make_world, quiet

@@ -5,7 +5,7 @@ import pytest
 from orchestrator.dispatch.ledger import Lane
 from orchestrator.dispatch.suspects import SHARE, Suspects
 from orchestrator.dispatch.work import Attempt
-from orchestrator.simulate.world import Behaviour
+from orchestrator.simulate.neighbours import Behaviour
 from tests.support.worlds import NEVER, TestedWorld, make_pending, make_world
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from orchestrator.facts.steps import length_histogram, spread
-from orchestrator.simulate.world import Behaviour
+from orchestrator.simulate.neighbours import Behaviour
 from tests.support.worlds import make_world
 
 

@@ -5,7 +5,7 @@ from collections import Counter
 from envs.wire import Failure
 from orchestrator.dispatch.work import PendingGroup
 from orchestrator.groups.group import Batch, Group
-from orchestrator.simulate.world import Behaviour
+from orchestrator.simulate.neighbours import Behaviour
 from orchestrator.tasks.evaluations import EvalPlan
 from tests.support.worlds import make_world
 

@@ -13,7 +13,7 @@ from orchestrator.mix import STRATEGIES
 from orchestrator.run.commands import CommandError, parse_command
 from orchestrator.run.control import Reply
 from orchestrator.run.status import build_status
-from orchestrator.simulate.world import Behaviour
+from orchestrator.simulate.neighbours import Behaviour
 from orchestrator.tasks.evaluations import EvalPlan
 from tests.support.scenarios import explain
 from tests.support.worlds import NEVER, TestedWorld, make_world, quiet

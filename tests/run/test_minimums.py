@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from orchestrator.simulate.world import Behaviour
+from orchestrator.simulate.neighbours import Behaviour
 from tests.support.worlds import NEVER, TestedWorld, make_world
 
 

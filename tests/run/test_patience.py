@@ -3,7 +3,7 @@
 from typing import Any
 
 from orchestrator.run.patience import LEAST_S, TIMES
-from orchestrator.simulate.world import Behaviour
+from orchestrator.simulate.neighbours import Behaviour
 from tests.support.worlds import NEVER, TestedWorld, make_world
 
 

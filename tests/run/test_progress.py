@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, note, settings
 
 from orchestrator.dispatch.ledger import Lane
-from orchestrator.simulate.world import Behaviour
+from orchestrator.simulate.neighbours import Behaviour
 from orchestrator.tasks.evaluations import EvalPlan
 from tests.support.scenarios import Env, Scenario, check, explain, play, scenarios, steered, thrown_away
 from tests.support.worlds import NEVER, make_world

@@ -5,7 +5,7 @@ from typing import Any
 from orchestrator.dispatch.ledger import Lane
 from orchestrator.run.ports import EndRun, LoadWeights
 from orchestrator.run.run import RunState
-from orchestrator.simulate.world import Behaviour
+from orchestrator.simulate.neighbours import Behaviour
 from orchestrator.tasks.evaluations import EvalPlan
 from tests.support.worlds import NEVER, TestedWorld, make_world, quiet
 

@@ -5,7 +5,7 @@ import json
 import msgspec
 
 from orchestrator.run.status import build_status, build_summary, diagnose
-from orchestrator.simulate.world import Behaviour
+from orchestrator.simulate.neighbours import Behaviour
 from orchestrator.tasks.evaluations import EvalPlan
 from tests.support.worlds import NEVER, make_world, quiet
 

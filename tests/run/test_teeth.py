@@ -7,7 +7,7 @@ import pytest
 
 from orchestrator.buffer import BatchBuffer
 from orchestrator.dispatch.admission import Admission
-from orchestrator.simulate.world import Server, VirtualEnv, _has_room
+from orchestrator.simulate.neighbours import Server, VirtualEnv, _has_room
 from orchestrator.sinks.train_sink import TrainSink
 from tests.support.scenarios import Env, Scenario, check, play, thrown_away
 

@@ -7,7 +7,7 @@ import pytest
 from orchestrator.dispatch.ledger import Lane
 from orchestrator.dispatch.waits import Wait, WaitKind
 from orchestrator.run.status import build_status, diagnose
-from orchestrator.simulate.world import Behaviour
+from orchestrator.simulate.neighbours import Behaviour
 from orchestrator.tasks.evaluations import EvalPlan
 from tests.run.test_patience import held, hold
 from tests.support.worlds import NEVER, TestedWorld, make_world, quiet

@@ -15,7 +15,8 @@ from orchestrator.journal import EnvIdentity, digest_of
 from orchestrator.run.build import build_buffer
 from orchestrator.run.settings import RunSettings
 from orchestrator.service import blueprint, env_blueprint, secrets, track_blueprint
-from orchestrator.simulate.world import Behaviour, World
+from orchestrator.simulate.neighbours import Behaviour
+from orchestrator.simulate.world import World
 
 
 def config(**changes: Any) -> Config:

@@ -11,7 +11,8 @@ from structlog.testing import capture_logs
 from orchestrator.errors import StalledError
 from orchestrator.run.status import diagnose
 from orchestrator.service.health import DiskSpace, LoopLag, Watchdog
-from orchestrator.simulate.world import Behaviour, World
+from orchestrator.simulate.neighbours import Behaviour
+from orchestrator.simulate.world import World
 from tests.support.waiting import until
 from tests.support.worlds import make_settings
 

@@ -8,7 +8,7 @@ from structlog.testing import capture_logs
 
 from envs.wire import Result
 from orchestrator.dispatch.work import PendingGroup
-from orchestrator.simulate.world import Behaviour
+from orchestrator.simulate.neighbours import Behaviour
 from tests.support.worlds import NEVER, TestedWorld, make_data, make_pending, make_world
 
 

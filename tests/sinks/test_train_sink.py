@@ -7,7 +7,7 @@ import pytest
 from msgspec.structs import replace
 
 from orchestrator.errors import StalledError
-from orchestrator.simulate.world import Behaviour
+from orchestrator.simulate.neighbours import Behaviour
 from tests.support.worlds import NEVER, TestedWorld, make_data, make_pending, make_world
 
 MIXED = [0.0, 1.0, 0.0, 1.0]

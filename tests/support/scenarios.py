@@ -13,7 +13,8 @@ from orchestrator.dispatch.ports import Rules
 from orchestrator.groups.scoring import mean
 from orchestrator.run.settings import BatchSettings, Limits, RunSettings, TrainEnvSettings
 from orchestrator.run.status import build_status
-from orchestrator.simulate.world import Behaviour, World
+from orchestrator.simulate.neighbours import Behaviour
+from orchestrator.simulate.world import World
 from tests.support.worlds import changeable
 
 STEPS = 10

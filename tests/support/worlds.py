@@ -26,7 +26,8 @@ from orchestrator.run.settings import (
     TrainEnvSettings,
 )
 from orchestrator.run.waits import find_waits
-from orchestrator.simulate.world import Behaviour, World
+from orchestrator.simulate.neighbours import Behaviour
+from orchestrator.simulate.world import World
 from orchestrator.tasks.evaluations import EvalPlan
 from orchestrator.tasks.task import TrainTask
 
