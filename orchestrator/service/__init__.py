@@ -10,7 +10,7 @@
         │ durable first                                                              ▼
       journal        facts ──▶ views (display, metrics, HTTP)    inference ───▶ inference servers
 
-`service` reads start → serve → finish; `driver` drives the run with asyncio, `wiring` joins shells to it, the
+`starting` starts, `service` serves and finishes; `driver` drives the run with asyncio, `wiring` joins shells to it, the
 blueprints go from configuration to arguments, `health` watches the process. `evaluate` runs evaluations alone,
 `embedded` a run inside somebody's program, `rollouts` single ones; `deep_check` tries everything and starts no run.
 
@@ -20,6 +20,7 @@ trained on once. Nothing is trained beyond its staleness. Whatever is waited for
 a sentence in the status. Nothing here blocks the loop for more than some milliseconds. No child outlives the process.
 """
 
-from orchestrator.service.service import Service, build_front, start_service
+from orchestrator.service.service import Service
+from orchestrator.service.starting import build_front, start_service
 
 __all__ = ["Service", "build_front", "start_service"]

@@ -21,7 +21,8 @@ from orchestrator.errors import ConfigError, OrchestratorError
 from orchestrator.facts import Status
 from orchestrator.service import blueprint, secrets
 from orchestrator.service.log_file import note, open_log
-from orchestrator.service.service import Service, start_service
+from orchestrator.service.service import Service
+from orchestrator.service.starting import start_service
 from orchestrator.trainer.batch import TrainingBatch
 from orchestrator.trainer.client import Publication
 from orchestrator.trainer_link.inside import InsideClient, InsideLink

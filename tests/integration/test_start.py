@@ -64,7 +64,7 @@ async def test_environments_that_load_for_long_are_named_in_the_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Again and again, until they are ready."""
-    monkeypatch.setattr("orchestrator.service.service.START_REPORT_S", 0.05)
+    monkeypatch.setattr("orchestrator.service.starting.START_REPORT_S", 0.05)
     config = make_config(tmp_path / "run", NOWHERE, [env("Waiting", args={"gate": str(tmp_path / "gate")})])
 
     def reports() -> list[list[str]]:
