@@ -1,6 +1,10 @@
 # The orchestrator as an image; `orchestrator run /config.toml` is the default, so mount a configuration there.
 
-FROM python:3.12-slim AS build
+# A release should name what it was built from: --build-arg PYTHON_IMAGE=python:3.12-slim@sha256:… with the digest that
+# `docker buildx imagetools inspect python:3.12-slim` prints where you build. A tag moves with its security updates.
+ARG PYTHON_IMAGE=python:3.12-slim
+
+FROM ${PYTHON_IMAGE} AS build
 WORKDIR /src
 RUN python -m venv /opt/venv
 COPY pyproject.toml constraints.txt README.md LICENSE ./
@@ -8,7 +12,7 @@ COPY envs ./envs
 COPY orchestrator ./orchestrator
 RUN /opt/venv/bin/pip install --no-cache-dir --constraint constraints.txt .
 
-FROM python:3.12-slim
+FROM ${PYTHON_IMAGE}
 # No version for tini: the distribution keeps only its newest.
 # hadolint ignore=DL3008
 RUN apt-get update \

@@ -6,6 +6,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PACKAGES := orchestrator envs tests benchmarks
+# The types of examples are not checked: what they import is not in .venv.
+LINTED := $(PACKAGES) examples .ci
 NEW_ENOUGH := -c 'import sys; sys.exit(sys.version_info < (3, 11))'
 HAVE_PYTHON = $(PYTHON) $(NEW_ENOUGH) 2>/dev/null || { echo "Python 3.11 or newer is needed, and $(PYTHON) is \
 $$($(PYTHON) --version 2>/dev/null || echo not there); name another one: PYTHON=python3.12" >&2; exit 1; }
@@ -18,7 +20,7 @@ PARALLEL := --numprocesses $(WORKERS) --dist worksteal
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-integration test-adapters test-browser test-slow crash soak test-vllm coverage release-check adapters check format bench docs lock clean
+.PHONY: help setup run test test-integration test-adapters test-browser test-slow test-network crash soak ray simulated test-vllm example coverage release-check adapters check format bench bench-compare bench-readme bench-plots bench-hour docs lock clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-13s %s\n", $$1, $$2}' Makefile
@@ -46,11 +48,23 @@ test-slow: $(READY) ## run the tests that take longer than a few seconds each
 crash: $(READY) ## kill the orchestrator hundreds of times and prove that nothing was lost or repeated
 	CRASH_SEEDS=$(or $(CRASH_SEEDS),10) $(PYTEST) -m slow tests/integration/test_crash.py --timeout 3600
 
+test-network: $(READY) ## cut every link between hosts for 5, 30 and 120 s (as root); NETWORK_S="5" for short ones only
+	NETWORK_S="$(or $(NETWORK_S),5 30 120)" $(PYTEST) -s tests/integration/test_network.py
+
 soak: $(READY) ## run the service for an hour and see that it does not grow; SOAK_S=600 for ten minutes
 	SOAK_S=$(or $(SOAK_S),3600) $(PYTEST) -m slow tests/integration/test_soak.py
 
+simulated: $(READY) ## run configurations for real and hold what `simulate` says against them; a quarter of an hour
+	SIMULATED=1 $(PYTEST) -m slow tests/integration/test_simulated.py --timeout 900 -rP
+
+ray: $(READY) adapters ## kill the nodes of a Ray cluster for six minutes, one every 60 s, and prove that nothing was lost
+	RAY_KILLS=$(or $(RAY_KILLS),6) RAY_KILL_EVERY_S=60 $(PYTEST) -s -m adapters tests/adapters/test_ray.py -k nodes_die
+
 test-vllm: $(READY) ## run the tests against a real vLLM, which is installed first (3.4 GB)
 	$(PYTEST) -m vllm tests/vllm
+
+example: $(READY) ## run examples/grpo_torch: a tiny model on a real vLLM learns while an engine and a rank of its trainer are killed
+	$(PYTEST) -m vllm tests/vllm/test_example.py --capture no
 
 coverage: $(READY) ## run the quick and the integration tests and show how much of each room they reach, child processes included
 	@rm -rf build/coverage && mkdir -p build/coverage
@@ -62,17 +76,29 @@ release-check: ## all that must hold before a release; takes hours, and its log 
 	@PYTHON=$(PYTHON) .ci/release-check
 
 check: $(READY) ## lint, formatting, types, and which room imports which
-	$(BIN)/ruff check $(PACKAGES) .ci
-	$(BIN)/ruff format --check $(PACKAGES) .ci
+	$(BIN)/ruff check $(LINTED)
+	$(BIN)/ruff format --check $(LINTED)
 	$(BIN)/mypy --strict $(PACKAGES)
 	$(BIN)/lint-imports
 
 format: $(READY) ## format the code, and fix what the linter can
-	$(BIN)/ruff check --fix $(PACKAGES) .ci
-	$(BIN)/ruff format $(PACKAGES) .ci
+	$(BIN)/ruff check --fix $(LINTED)
+	$(BIN)/ruff format $(LINTED)
 
-bench: $(READY) adapters ## print every figure; ONLY=name for one benchmark
-	$(BIN)/python -m benchmarks $(ONLY)
+bench: $(READY) ## print one table of every figure; ONLY=name for one benchmark, BENCH_PEERS=1 installs peers and measures them too
+	$(BIN)/python -m benchmarks $(ONLY) $(if $(JSON),--json $(JSON))
+
+bench-compare: $(READY) ## measure BASE=REV and the working tree in turns, and say which figures moved; ONLY=name, ROUNDS=4
+	$(BIN)/python -m benchmarks $(ONLY) --compare "$(BASE)" $(if $(ROUNDS),--rounds $(ROUNDS)) $(if $(JSON),--json $(JSON))
+
+bench-readme: $(READY) ## write the README's table from JSON=FILE, which make bench BENCH_PEERS=1 JSON=FILE has written
+	$(BIN)/python -m benchmarks --readme "$(JSON)"
+
+bench-hour: $(READY) ## an hour at 5,000 rollouts a second: do memory, file descriptors and lag stay flat? MINUTES=60, RATE=5000
+	$(BIN)/python -m benchmarks.endurance $(if $(MINUTES),--minutes $(MINUTES)) $(if $(RATE),--rate $(RATE))
+
+bench-plots: $(READY) ## measure what a rollout costs as a run grows, and draw it into docs/scaling.md; ten minutes
+	$(BIN)/python -m benchmarks.curves
 
 adapters: $(READY) # virtualenvs with the libraries that environments are adapted from; quick when they are there
 	@PYTHON=$(BIN)/python tests/adapters/setup_venvs || echo "tests of what could not be installed will be skipped"

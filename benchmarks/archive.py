@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from benchmarks.frame import Figure
+from benchmarks.frame import Effort, Figure
 from envs.wire import Result, RolloutHeader
 from orchestrator.archive.archive import RolloutArchive
 from orchestrator.dispatch.ledger import Lane
@@ -20,9 +20,9 @@ GROUPS_PER_STEP = 32
 TURN_CHARS = 6000
 
 
-def figures(quick: bool = False) -> list[Figure]:
+def figures(effort: Effort = Effort.FULL) -> list[Figure]:
     """Tell many groups and look at the clocks of both threads."""
-    steps = 20 if quick else 200
+    steps = effort.pick(200, 20, 2)
     with tempfile.TemporaryDirectory(prefix="bench-") as directory:
         archive = RolloutArchive(
             Path(directory),

@@ -11,7 +11,7 @@ import statistics
 import time
 from collections.abc import Sequence
 
-from benchmarks.frame import Figure, median_and_spread
+from benchmarks.frame import Effort, Figure, median_and_spread
 from orchestrator.buffer import BatchBuffer
 
 ENVS = ("math", "code", "logic", "search")
@@ -98,16 +98,17 @@ def time_greedy(batch_size: int, sizes: Sequence[int], queued: int, batches: int
     return spent / batches * 1e3
 
 
-def take_figures(quick: bool) -> list[Figure]:
+def take_figures(effort: Effort) -> list[Figure]:
     figures = []
-    batches = 20 if quick else 100
+    batches, runs = effort.pick((100, 5), (20, 2), (2, 1))
+    lengths = effort.pick((1_000, 10_000, 100_000), (1_000, 10_000, 100_000), (1_000, 10_000))
     for batch_size in (256, 1024):
         for label, sizes in SIZES.items():
             means = {}
-            for queued in (1_000, 10_000, 100_000):
-                runs = [time_takes(batch_size, sizes, queued, batches)[0] for _ in range(2 if quick else 5)]
-                means[queued], spread = median_and_spread(runs)
-                peer = time_greedy(batch_size, sizes, queued, 2 if queued == 100_000 or quick else 10)
+            for queued in lengths:
+                times = [time_takes(batch_size, sizes, queued, batches)[0] for _ in range(runs)]
+                means[queued], spread = median_and_spread(times)
+                peer = time_greedy(batch_size, sizes, queued, 2 if queued == 100_000 or effort else 10)
                 figures.append(
                     Figure(
                         f"take(), batch {batch_size}, sizes {label}, {queued:,} groups queued",
@@ -120,10 +121,10 @@ def take_figures(quick: bool) -> list[Figure]:
                         spread=spread,
                     )
                 )
-            growth = means[100_000] / means[1_000]
+            growth = means[lengths[-1]] / means[lengths[0]]
             figures.append(
                 Figure(
-                    f"take(), batch {batch_size}, sizes {label}: 100,000 queued over 1,000",
+                    f"take(), batch {batch_size}, sizes {label}: {lengths[-1]:,} queued over {lengths[0]:,}",
                     growth,
                     "×",
                     goal="≤ 1.5 ×",
@@ -133,10 +134,10 @@ def take_figures(quick: bool) -> list[Figure]:
     return figures
 
 
-def equal_size_figure(quick: bool) -> Figure:
+def equal_size_figure(effort: Effort) -> Figure:
     """A batch of 128 groups of one size, four environments."""
     runs = []
-    for _ in range(20 if quick else 200):
+    for _ in range(effort.pick(200, 20, 2)):
         buffer: BatchBuffer[int] = BatchBuffer(1024)
         for at in range(1_000):
             buffer.add(at, env=ENVS[at % 4], size=8)
@@ -149,8 +150,8 @@ def equal_size_figure(quick: bool) -> Figure:
     )
 
 
-def add_figure(quick: bool) -> Figure:
-    runs = [time_takes(256, SIZES["1..16"], 10_000, 20)[1] for _ in range(3 if quick else 9)]
+def add_figure(effort: Effort) -> Figure:
+    runs = [time_takes(256, SIZES["1..16"], 10_000, 20)[1] for _ in range(effort.pick(9, 3, 1))]
     median, spread = median_and_spread(runs)
     return Figure("add(), 10,000 groups queued", median, "µs", goal="≤ 5 µs", met=median <= 5, spread=spread)
 
@@ -171,14 +172,14 @@ def holds_a_batch(groups: Sequence[Draw], batch_size: int, minimums: dict[str, i
     return (batch_size, *minimums.values()) in reached
 
 
-def missed_figures(quick: bool) -> list[Figure]:
+def missed_figures(effort: Effort) -> list[Figure]:
     """Of short queues that hold an exact batch, in how many none is found."""
     figures = []
     minimums = BatchBuffer[int](64, minimums=MINIMUMS).minimums
     for label, sizes in SIZES.items():
         rng = random.Random(3)
         feasible = ours = peers = 0
-        for _ in range(60 if quick else 500):
+        for _ in range(effort.pick(500, 60, 5)):
             buffer: BatchBuffer[int] = BatchBuffer(64, minimums=MINIMUMS)
             greedy = GreedyBuffer(64, minimums)
             for env, size in draws(rng, sizes, round(1.5 * 64 / statistics.mean(sizes))):
@@ -202,7 +203,7 @@ def missed_figures(quick: bool) -> list[Figure]:
     return figures
 
 
-def option_figures(quick: bool) -> list[Figure]:
+def option_figures(effort: Effort) -> list[Figure]:
     """`take()` with quotas, and with a token budget of a million, 10,000 groups queued."""
     rng = random.Random(5)
     by_quota: BatchBuffer[int] = BatchBuffer(1024, quotas={"math": 4, "code": 3, "logic": 2, "search": 1})
@@ -213,7 +214,7 @@ def option_figures(quick: bool) -> list[Figure]:
     figures = []
     for what, buffer in (("quotas, batch 1024", by_quota), ("budget of 1,000,000 tokens", by_token)):
         runs = []
-        for _ in range(5 if quick else 15):
+        for _ in range(effort.pick(15, 5, 1)):
             before = time.process_time()
             buffer.take()
             runs.append((time.process_time() - before) * 1e3)
@@ -225,11 +226,11 @@ def option_figures(quick: bool) -> list[Figure]:
     return figures
 
 
-def figures(quick: bool = False) -> list[Figure]:
+def figures(effort: Effort = Effort.FULL) -> list[Figure]:
     return [
-        *take_figures(quick),
-        equal_size_figure(quick),
-        *option_figures(quick),
-        add_figure(quick),
-        *missed_figures(quick),
+        *take_figures(effort),
+        equal_size_figure(effort),
+        *option_figures(effort),
+        add_figure(effort),
+        *missed_figures(effort),
     ]

@@ -2,7 +2,8 @@
 
 Deviations are percentage points of the env that is furthest off, in virtual time, as the median over seeds; the
 peer is the published target-over-actual rule (`adaptive`) in the same scenario. Costs are CPU time, with the
-breaker in front and the list of eligible envs that a dispatcher passes.
+breaker in front and the list of eligible envs that a dispatcher passes. Whole runs have the real dispatch, queue and
+trainer's pace in virtual time, with the default configuration but for what a figure names.
 """
 
 import random
@@ -10,10 +11,16 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 
-from benchmarks.frame import Figure, median_and_spread
+from benchmarks.frame import Effort, Figure, median_and_spread
+from envs.logs import configure_logging
+from orchestrator.config import Config
 from orchestrator.mix import EnvMixStrategy, build_mix
+from orchestrator.service.imagined import env_names, imagine
 from orchestrator.simulate import MixBuilder, MixResult, Regime, Scenario, SimEnv, percentile, simulate
+from orchestrator.simulate.behaviour import assumed, parse_behaviour
+from orchestrator.simulate.rehearsal import Rehearsal
 
 THREE = (SimEnv("a", 0.4, 1.0, 0.0), SimEnv("b", 0.3, 5.0, 0.1), SimEnv("c", 0.3, 20.0, 0.4))
 BASE = Scenario(THREE)
@@ -119,10 +126,10 @@ DEVIATIONS: Sequence[tuple[str, Scenario, Sequence[tuple[str, Measure, float | N
 )
 
 
-def figures(quick: bool = False) -> list[Figure]:
-    seeds = 3 if quick else 9
+def figures(effort: Effort = Effort.FULL) -> list[Figure]:
+    seeds = effort.pick(9, 3, 1)
     found = []
-    for what, scenario, measures in DEVIATIONS:
+    for what, scenario, measures in DEVIATIONS[: effort.pick(None, None, 1)]:
         count = seeds if scenario is not RARE else max(1, seeds // 3)
         ours = [simulate(replace(scenario, seed=seed), using("flow")) for seed in range(count)]
         peers = [simulate(replace(scenario, seed=seed), using("adaptive")) for seed in range(count)]
@@ -141,10 +148,112 @@ def figures(quick: bool = False) -> list[Figure]:
                     spread=spread,
                 )
             )
+    found += [
+        figure for versions in (2, 0, 4)[: effort.pick(3, 3, 1)] for figure in whole_runs(versions, effort)
+    ]
     found += [failing(index, seeds) for index in (2, 0, 1)]
-    found += [pick_cost(count, goal, quick) for count, goal in ((3, 10.0), (20, 30.0))]
+    found += [pick_cost(count, goal, effort) for count, goal in ((3, 10.0), (20, 30.0))]
     found.append(simulated_per_s())
     return found
+
+
+def whole_runs(max_versions: int, effort: Effort) -> list[Figure]:
+    """Batches of 256 in groups of 8 as the trainer gets them; the deviation is that of the env furthest off, mean over batches."""
+    configure_logging("critical")
+    seeds = range(effort.pick(3, 1, 1))
+
+    @cache
+    def played(mix: str, strategy: str) -> list[Rehearsal]:
+        return [rehearse(max_versions, seed, effort, mix, strategy) for seed in seeds]
+
+    def median(
+        measure: Callable[[Rehearsal], float], mix: str = "even", strategy: str = "flow"
+    ) -> tuple[float, tuple[float, ...]]:
+        return median_and_spread([measure(run) for run in played(mix, strategy)])
+
+    what = f"whole runs, groups of 8, losses 0/10/40 %, max_versions {max_versions}"
+    even, spread = median(off_target)
+    found = []
+    for name, strategy in (("oldest", "flow"), ("adaptive", "adaptive")):
+        found.append(
+            Figure(
+                f"{what}: batches from 5 on, mean, beside {name}",
+                even,
+                "pp",
+                median(off_target, "oldest", strategy)[0],
+                name,
+                goal="at most 2.5",
+                met=even <= 2.5,
+                spread=spread,
+            )
+        )
+    for part, measure, unit, goal in (
+        ("throughput", per_s, "/s", "no lower"),
+        ("staleness", staleness, "versions", "no more"),
+    ):
+        value, spread = median(measure)
+        oldest = median(measure, "oldest")[0]
+        met = value >= oldest if measure is per_s else value <= oldest
+        found.append(Figure(f"{what}: {part}", value, unit, oldest, "oldest", goal, met, spread))
+    # In the queue as well as in flight: nothing else lets a group be older when it is trained on.
+    most, spread = median(oldest_trained_on)
+    passed = f"at most {max_versions}"
+    found.append(
+        Figure(
+            f"{what}: batches that a group saw formed before its own, at most",
+            most,
+            "",
+            median(oldest_trained_on, "oldest")[0],
+            "oldest",
+            passed,
+            most <= max_versions,
+            spread,
+        )
+    )
+    return found
+
+
+def rehearse(max_versions: int, seed: int, effort: Effort, mix: str, strategy: str) -> Rehearsal:
+    """A run of three envs, some of whose groups are filtered out."""
+    config = Config(
+        local={},
+        batch={"mix": mix},
+        mix={"strategy": strategy},
+        train={
+            "group_size": 8,
+            "env": [{"id": "reverse", "name": env.name, "ratio": env.weight} for env in THREE],
+        },
+        staleness={"max_versions": max_versions},
+    )
+    around = assumed(env_names(config))
+    stated = {env.name: {"latency_s": {"mean": env.latency_s}, "equal_rewards": env.loss} for env in THREE}
+    parse_behaviour({"env": stated, "trainer": {"step_s": 5.0}}, around)
+    imagined = imagine(config, around)
+    run = Rehearsal(replace(imagined.settings, seed=seed), around, imagined.places, seed=seed)
+    run.rehearse(steps=effort.pick(60, 40, 8), seconds=float("inf"))
+    return run
+
+
+def off_target(run: Rehearsal) -> float:
+    """Between share and target of the env that is furthest off, mean over batches, once the first are formed."""
+    return 100 * statistics.mean(
+        max(abs(env.share - env.target) for env in step.envs.values()) for step in run.steps[4:]
+    )
+
+
+def per_s(run: Rehearsal) -> float:
+    return sum(step.sequences for step in run.steps) / run.now
+
+
+def staleness(run: Rehearsal) -> float:
+    """Mean age of a sequence in versions."""
+    ages = [age * count for step in run.steps for age, count in enumerate(step.staleness)]
+    return sum(ages) / sum(step.sequences for step in run.steps)
+
+
+def oldest_trained_on(run: Rehearsal) -> float:
+    """Versions between the sampling of any sequence and its training, at the most; every step publishes one."""
+    return float(max(age for step in run.steps for age, count in enumerate(step.staleness) if count))
 
 
 def failing(index: int, seeds: int) -> Figure:
@@ -175,7 +284,7 @@ def failing(index: int, seeds: int) -> Figure:
     )
 
 
-def pick_cost(count: int, goal: float, quick: bool) -> Figure:
+def pick_cost(count: int, goal: float, effort: Effort) -> Figure:
     """CPU time of a pick of flow behind the breaker, in a mix that has run for a while."""
     names = [f"env{index}" for index in range(count)]
     mix = build_mix("flow", names, [1 / (k + 1) for k in range(count)], rng=random.Random(0))
@@ -184,7 +293,7 @@ def pick_cost(count: int, goal: float, quick: bool) -> Figure:
         mix.on_dispatch(env, 1, now=step * 0.01)
         if step >= 256:
             mix.on_finish(env, 1, 1, now=step * 0.01)
-    rounds = 2_000 if quick else 10_000
+    rounds = effort.pick(10_000, 2_000, 100)
     samples = []
     for _ in range(7):
         start = time.process_time()

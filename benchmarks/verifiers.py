@@ -8,63 +8,74 @@ server's processes; the wall figure says only that neither waits for something e
 import asyncio
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import uvloop
 
+from benchmarks import _peers
 from benchmarks.environments.cpu_time import cpu_s
-from benchmarks.frame import Figure, median_and_spread
+from benchmarks.frame import CannotRunError, Effort, Figure, median_and_spread
 from envs import wire
 from orchestrator.env_servers.env import Answer, Env, RolloutRequest
+from tests.adapters.venvs import CLASSIC
 from tests.support.env_specs import env_spec, server_pids
 
 HERE = Path(__file__).parent
-VENV = HERE.parent / ".venv-verifiers-classic"
 INFLIGHT = 128
 
 Sample = dict[str, float]
 
 
-def figures(quick: bool = False) -> list[Figure]:
+def figures(effort: Effort = Effort.FULL) -> list[Figure]:
     """Client and server cost per rollout, and rollouts per second."""
-    if not (VENV / "installed.txt").exists():
-        print(f"verifiers: left out, {VENV.name} is not there; run tests/adapters/setup_venvs")
-        return []
-    rollouts, repeats = (256, 1) if quick else (2048, 3)
+    absent = _peers.why_absent(CLASSIC)
+    if CLASSIC.missing():
+        # Ours hosts an environment of the library, so that it needs the library too.
+        raise CannotRunError(f"{CLASSIC.missing()}, or BENCH_PEERS=1")
+    rollouts, repeats = effort.pick((2048, 3), (256, 1), (128, 1))
     # The loop of the service; the peer's client has the same.
-    with _stub() as url, _peer(url) as peer, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    with (
+        _stub() as url,
+        _environments_only() as environ,
+        nullcontext() if absent else _peer(url, environ) as peer,
+        asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+    ):
         samples = runner.run(_alternate(url, peer, rollouts=rollouts, repeats=repeats))
-    return _figures(*samples, rollouts=rollouts)
+    return _figures(*samples, rollouts=rollouts, absent=absent)
 
 
-def _figures(ours: list[Sample], theirs: list[Sample], *, rollouts: int) -> list[Figure]:
+def _figures(ours: list[Sample], theirs: list[Sample], *, rollouts: int, absent: str) -> list[Figure]:
     made = []
+    name = "verifiers' own ZMQ server"
     for key, what, goal, wanted in (
         ("client_s", "verifiers, one turn: orchestrator-side CPU per rollout", "at least 5× lower", 0.2),
         ("server_s", "verifiers, one turn: env server CPU per rollout", "not more", 1.0),
     ):
         mine, spread = median_and_spread([sample[key] / rollouts * 1e6 for sample in ours])
-        other, _ = median_and_spread([sample[key] / rollouts * 1e6 for sample in theirs])
-        made.append(
-            Figure(what, mine, "µs", other, "verifiers' own ZMQ server", goal, mine <= other * wanted, spread)
-        )
+        other = median_of([sample[key] / rollouts * 1e6 for sample in theirs])
+        met = None if other is None else mine <= other * wanted
+        made.append(Figure(what, mine, "µs", other, name, goal, met, spread, absent))
     mine, spread = median_and_spread([rollouts / sample["wall_s"] for sample in ours])
-    other, _ = median_and_spread([rollouts / sample["wall_s"] for sample in theirs])
+    other = median_of([rollouts / sample["wall_s"] for sample in theirs])
     what = "verifiers, one turn: rollouts per second, one worker"
-    made.append(
-        Figure(what, mine, "/s", other, "verifiers' own ZMQ server", "not slower", mine >= other, spread)
-    )
+    met = None if other is None else mine >= other
+    made.append(Figure(what, mine, "/s", other, name, "not slower", met, spread, absent))
     return made
 
 
+def median_of(samples: list[float]) -> float | None:
+    return statistics.median(samples) if samples else None
+
+
 async def _alternate(
-    url: str, peer: "subprocess.Popen[str]", *, rollouts: int, repeats: int
+    url: str, peer: "subprocess.Popen[str] | None", *, rollouts: int, repeats: int
 ) -> tuple[list[Sample], list[Sample]]:
     """Measure both in turns, so that what else the machine does falls on both."""
     ours, theirs = [], []
@@ -73,17 +84,19 @@ async def _alternate(
             name="words",
             id="verifiers::reverse_words",
             model="policy",
-            python=str(VENV / "bin" / "python"),
+            python=str(CLASSIC.python),
             capacity=INFLIGHT,
             log_dir=Path(logs),
         )
         async with Env(spec) as env, asyncio.TaskGroup() as tasks:
             supervising = tasks.create_task(env.run())
             await _measure(env, url, INFLIGHT)
-            await asyncio.to_thread(_ask, peer, INFLIGHT)
+            if peer is not None:
+                await asyncio.to_thread(_ask, peer, INFLIGHT)
             for _ in range(repeats):
                 ours.append(await _measure(env, url, rollouts))
-                theirs.append(await asyncio.to_thread(_ask, peer, rollouts))
+                if peer is not None:
+                    theirs.append(await asyncio.to_thread(_ask, peer, rollouts))
             supervising.cancel()
     return ours, theirs
 
@@ -146,25 +159,30 @@ def _stub() -> Iterator[str]:
 
 
 @contextmanager
-def _peer(url: str) -> Iterator["subprocess.Popen[str]"]:
-    # Only the environment's directory is on the path: our own modules must not hide the library.
+def _environments_only() -> Iterator[dict[str, str]]:
+    """Only the environment's directory is on the path, of the peer and of our env server: our own modules must not hide the library."""
     environ = {**os.environ, "PYTHONPATH": str(HERE / "environments"), "HF_HUB_OFFLINE": "1"}
-    command = [str(VENV / "bin" / "python"), "-P", str(HERE / "_verifiers_peer.py"), url]
     previous = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = environ["PYTHONPATH"]
     try:
-        with (
-            tempfile.TemporaryFile() as log,
-            subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, env=environ
-            ) as process,
-        ):
-            yield process
-            assert process.stdin is not None
-            process.stdin.close()
-            process.wait(60)
+        yield environ
     finally:
         if previous is None:
             del os.environ["PYTHONPATH"]
         else:
             os.environ["PYTHONPATH"] = previous
+
+
+@contextmanager
+def _peer(url: str, environ: dict[str, str]) -> Iterator["subprocess.Popen[str]"]:
+    command = [str(CLASSIC.python), "-P", str(HERE / "_verifiers_peer.py"), url]
+    with (
+        tempfile.TemporaryFile() as log,
+        subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, env=environ
+        ) as process,
+    ):
+        yield process
+        assert process.stdin is not None
+        process.stdin.close()
+        process.wait(60)

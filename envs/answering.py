@@ -14,6 +14,7 @@ import contextlib
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import TypeVar
 
 import structlog
@@ -43,6 +44,7 @@ _MESSAGE_CHARS = 2000
 _WHERE_CHARS = 300
 _LOGGED_IN_FULL = 20
 _LOGGED_EVERY = 100
+_NO_DEADLINE = contextlib.nullcontext()
 _DIGESTS_KEPT = 1 << 16
 SAMPLED = 2
 """Tasks of a split whose digests a server declares when it is ready: the first ones."""
@@ -138,8 +140,10 @@ class Responder:
     async def _ended(
         self, request: wire.Request, settings: ModelSettings, finish: Callable[[list[Rollout], int], T]
     ) -> T | wire.Failure:
+        # The service watches the time itself and asks for no timeout, so that most rollouts do without its machinery.
+        deadline = asyncio.timeout(request.timeout_s) if request.timeout_s else None
         try:
-            async with asyncio.timeout(request.timeout_s or None) as deadline:
+            async with deadline or _NO_DEADLINE:
                 task = self._task(request)
                 rollouts = await self._rollouts(request, settings, task)
             # Only now: a task that is made when it is looked into was made by its rollout, where that takes no time.
@@ -151,7 +155,7 @@ class Responder:
             failure = _failure(
                 request,
                 error,
-                timed_out=isinstance(error, TimeoutError) and deadline.expired(),
+                timed_out=isinstance(error, TimeoutError) and deadline is not None and deadline.expired(),
                 package=self._package,
                 rollout=self._rollout,
             )
@@ -183,6 +187,8 @@ class Responder:
         return rollouts
 
     def _model(self, request: wire.Request, settings: ModelSettings) -> Model:
+        if request.model:
+            settings = replace(settings, model=request.model)
         return Model(
             settings,
             client=self._client,

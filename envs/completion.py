@@ -4,9 +4,12 @@ Knows where token ids and log-probabilities are: vLLM puts `prompt_token_ids` at
 the choice; SGLang puts both in the choice (`return_token_ids`), or the sampled ids beside the
 log-probabilities in `meta_info.output_token_logprobs` (`return_meta_info`), or both in `sglext`. The
 log-probabilities are those of OpenAI's `logprobs.content`, else those of `meta_info`. Unknown fields are
-skipped without being built. Pure: bytes in, values or a `RolloutFailure` out.
+skipped without being built, and lists of token ids, the longest of all in a conversation that goes on, become arrays
+without a Python number for each. Pure: bytes in, values or a `RolloutFailure` out.
 """
 
+import struct
+from collections.abc import Sequence as Seq
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -14,10 +17,15 @@ import numpy as np
 
 from envs.errors import FailureKind, RolloutFailure
 from envs.merging import Turn
-from envs.rollout import MAX_LOGPROB
+from envs.rollout import MAX_LOGPROB, Float32s, Int32s
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 """Fits an int32; checked while decoding, where it costs nothing."""
+
+TokenIds = msgspec.Raw
+"""A list of token ids as it was written, read by `_ids`."""
+
+NOTHING = msgspec.Raw()
 
 Logprob = Annotated[float, msgspec.Meta(ge=-1e38, le=MAX_LOGPROB)]
 """Finite also as a float32, and of a probability. JSON has no NaN, and engines write null for minus infinity, which is refused."""
@@ -37,9 +45,10 @@ class TokenLogprob(msgspec.Struct, gc=False):
 
 
 class Logprobs(msgspec.Struct):
-    """Log-probabilities of the sampled tokens."""
+    """Log-probabilities of the sampled tokens: chats have them in `content`, text completions in `token_logprobs`."""
 
     content: list[TokenLogprob] | None = None
+    token_logprobs: list[Logprob] | None = None
 
 
 class MetaInfo(msgspec.Struct):
@@ -51,8 +60,8 @@ class MetaInfo(msgspec.Struct):
 class SglExt(msgspec.Struct):
     """SGLang: token ids of the prompt, and of each choice."""
 
-    input_ids: list[TokenId] | None = None
-    output_ids: list[list[TokenId]] | None = None
+    input_ids: TokenIds = NOTHING
+    output_ids: list[TokenIds] | None = None
 
 
 class Choice(msgspec.Struct):
@@ -60,8 +69,8 @@ class Choice(msgspec.Struct):
 
     message: dict[str, Any]
     finish_reason: str | None = None
-    token_ids: list[TokenId] | None = None
-    prompt_token_ids: list[TokenId] | None = None
+    token_ids: TokenIds = NOTHING
+    prompt_token_ids: TokenIds = NOTHING
     logprobs: Logprobs | None = None
     meta_info: MetaInfo | None = None
 
@@ -70,15 +79,9 @@ class Completion(msgspec.Struct):
     """The answer of `/chat/completions`."""
 
     choices: list[Choice]
-    prompt_token_ids: list[TokenId] | None = None
+    prompt_token_ids: TokenIds = NOTHING
     usage: Usage | None = None
     sglext: SglExt | None = None
-
-
-class TextLogprobs(msgspec.Struct):
-    """Log-probabilities of the sampled tokens as the text completions have them."""
-
-    token_logprobs: list[Logprob] | None = None
 
 
 class TextChoice(msgspec.Struct):
@@ -86,9 +89,9 @@ class TextChoice(msgspec.Struct):
 
     text: str
     finish_reason: str | None = None
-    token_ids: list[TokenId] | None = None
-    prompt_token_ids: list[TokenId] | None = None
-    logprobs: TextLogprobs | None = None
+    token_ids: TokenIds = NOTHING
+    prompt_token_ids: TokenIds = NOTHING
+    logprobs: Logprobs | None = None
     meta_info: MetaInfo | None = None
 
 
@@ -96,11 +99,14 @@ class TextCompletion(msgspec.Struct):
     """The answer of `/completions`."""
 
     choices: list[TextChoice]
-    prompt_token_ids: list[TokenId] | None = None
+    prompt_token_ids: TokenIds = NOTHING
     usage: Usage | None = None
     sglext: SglExt | None = None
 
 
+_NO_EXTRA = SglExt()
+_OF_NUMBERS = b"0123456789,"
+_SPACE = b" \t\r\n"
 _decoder = msgspec.json.Decoder(Completion)
 _text_decoder = msgspec.json.Decoder(TextCompletion)
 
@@ -109,7 +115,6 @@ def decode_text_completion(body: bytes, *, endpoint: str) -> Completion:
     """The answer of `/completions` in the shape of a chat completion: its text is the assistant's message."""
     text = _decode(_text_decoder, body, endpoint, "completion")
     choice = text.choices[0]
-    logprobs = choice.logprobs.token_logprobs if choice.logprobs is not None else None
     return Completion(
         [
             Choice(
@@ -117,7 +122,7 @@ def decode_text_completion(body: bytes, *, endpoint: str) -> Completion:
                 choice.finish_reason,
                 choice.token_ids,
                 choice.prompt_token_ids,
-                None if logprobs is None else Logprobs([TokenLogprob(value) for value in logprobs]),
+                choice.logprobs,
                 choice.meta_info,
             )
         ],
@@ -153,26 +158,29 @@ def _decode(decoder: "msgspec.json.Decoder[C]", body: bytes, endpoint: str, what
     return completion
 
 
-def read_turn(completion: Completion, *, endpoint: str, temperature: float | None = None) -> Turn:
-    """Token ids and log-probabilities of a completion that is to be trained on, asked for with a temperature."""
+def read_turn(
+    completion: Completion,
+    *,
+    endpoint: str,
+    temperature: float | None = None,
+    prompt: Seq[int] | None = None,
+) -> Turn:
+    """Token ids and log-probabilities of a completion that is to be trained on, asked for with a temperature.
+
+    `prompt` is what was asked with, where that were token ids: not every server repeats them.
+    """
     choice = completion.choices[0]
-    meta = choice.meta_info.output_token_logprobs if choice.meta_info is not None else None
-    prompt = _first(completion.prompt_token_ids, choice.prompt_token_ids)
-    sampled = choice.token_ids
-    if completion.sglext is not None:
-        prompt = _first(prompt, completion.sglext.input_ids)
-        if completion.sglext.output_ids:
-            sampled = _first(sampled, completion.sglext.output_ids[0])
-    if sampled is None and meta is not None:
-        sampled = [entry[1] for entry in meta]
-    if prompt is None or sampled is None:
-        raise _no_token_ids(endpoint, "prompt" if prompt is None else "sampled")
-    if choice.logprobs is not None and choice.logprobs.content is not None:
-        logprobs = [entry.logprob for entry in choice.logprobs.content]
-    elif meta is not None:
-        logprobs = [entry[0] for entry in meta]
-    else:
-        logprobs = []
+    extra = completion.sglext or _NO_EXTRA
+    entries = choice.meta_info.output_token_logprobs if choice.meta_info is not None else None
+    asked = _ids(endpoint, completion.prompt_token_ids, choice.prompt_token_ids, extra.input_ids)
+    sampled = _ids(endpoint, choice.token_ids, *(extra.output_ids or ())[:1])
+    if asked is None and prompt is not None:
+        asked = np.array(prompt, np.int32)
+    if sampled is None and entries is not None:
+        sampled = np.array([entry[1] for entry in entries], np.int32)
+    if asked is None or sampled is None:
+        raise _no_token_ids(endpoint, "prompt" if asked is None else "sampled")
+    logprobs = _logprobs(choice.logprobs, entries or ())
     if len(logprobs) != len(sampled):
         raise RolloutFailure(
             FailureKind.NO_TOKEN_IDS,
@@ -180,17 +188,44 @@ def read_turn(completion: Completion, *, endpoint: str, temperature: float | Non
             " needs one for each token: the server must support logprobs together with return_token_ids",
             retryable=False,
         )
-    return Turn(
-        np.array(prompt, dtype=np.int32),
-        np.array(sampled, dtype=np.int32),
-        np.array(logprobs, dtype=np.float32),
-        temperature,
-        choice.finish_reason or "stop",
+    return Turn(asked, sampled, logprobs, temperature, choice.finish_reason or "stop")
+
+
+def _ids(endpoint: str, *places: TokenIds) -> Int32s | None:
+    """The token ids at the first of these places that has any, None where all are empty or null."""
+    for place in places:
+        text = bytes(place)
+        if text and text != b"null":
+            break
+    else:
+        return None
+    # It is known to be JSON; with nothing but digits in one pair of brackets it is a flat list of natural numbers.
+    numbers, others = text, text.translate(None, _OF_NUMBERS)
+    if others != b"[]":
+        numbers, others = text.translate(None, _SPACE), others.translate(None, _SPACE)
+    if numbers == b"[]":
+        return np.empty(0, np.int32)
+    if others == b"[]":
+        ids = np.fromstring(numbers[1:-1], np.int64, sep=",")
+        if len(ids) == numbers.count(b",") + 1 and ids.item(ids.argmax()) < 2**31:
+            return ids.astype(np.int32)
+    raise RolloutFailure(
+        FailureKind.BAD_RESPONSE,
+        f"{endpoint} did not answer with a completion: where token ids should be is {text[:60].decode(errors='replace')}",
+        retryable=True,
     )
 
 
-def _first(one: list[TokenId] | None, other: list[TokenId] | None) -> list[TokenId] | None:
-    return one if one is not None else other
+def _logprobs(said: Logprobs | None, entries: Seq[tuple[float, int, Any]]) -> Float32s:
+    """One log-probability per sampled token, or fewer where the server has left them out."""
+    if said is not None and said.content is not None:
+        values = [entry.logprob for entry in said.content]
+    elif said is not None and said.token_logprobs is not None:
+        values = said.token_logprobs
+    else:
+        values = [entry[0] for entry in entries]
+    # A third of the time that numpy takes for a list of floats.
+    return np.frombuffer(struct.pack(f"={len(values)}f", *values), np.float32)
 
 
 def _no_token_ids(endpoint: str, which: str) -> RolloutFailure:

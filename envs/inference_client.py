@@ -5,7 +5,7 @@ obeyed, or ends the attempts when it asks for more patience than allowed. Everyt
 final. After the last attempt a `RolloutFailure` names the endpoint and what it said. The number of
 connections follows the number of rollouts that the process runs at once, so that none queues for a socket.
 A cancelled request closes its connection, upon which the engine aborts the generation.
-There is no deadline here: whoever runs the rollout owns it and cancels.
+There is no deadline here: whoever runs the rollout owns it and cancels. Only a host that is gone is noticed.
 """
 
 import asyncio
@@ -19,21 +19,23 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
-import aiohttp
 import msgspec
 import structlog
 from yarl import URL
 
 from envs.backoff import backoff_s
 from envs.errors import FailureKind, RolloutFailure, shown_url
+from envs.http_answers import BadAnswerError, TooLargeError
+from envs.http_connections import HttpConnections, Target
+from envs.memory import keep_freed_memory
 
 MAX_RESPONSE_BYTES = 256 * 1024 * 1024
 """Largest answer that is read."""
 
 _RETRIED = frozenset({408, 425, 429, 500, 502, 503, 504, 529})
-_ERROR_BYTES = 64 * 1024
 _ERROR_CHARS = 500
 _SPARE_DESCRIPTORS = 256
+_KEEP_S = 4.0
 
 log = structlog.get_logger()
 
@@ -79,8 +81,8 @@ class InferenceClient:
         self._retry = retry or RetryPolicy()
         self._max_response_bytes = max_response_bytes
         self._sleep = sleep
-        self._session: aiohttp.ClientSession | None = None
-        self._urls: dict[tuple[str, str], URL] = {}
+        self._connections: HttpConnections | None = None
+        self._targets: dict[tuple[str, str], Target] = {}
         self._jitter = (
             random.Random()
         )  # spreads retries in time only; nothing that is trained on depends on it
@@ -88,15 +90,12 @@ class InferenceClient:
         """Requests that were repeated, since the start."""
 
     async def __aenter__(self) -> Self:
-        _raise_descriptor_limit(self._limit + _SPARE_DESCRIPTORS)
-        self._session = aiohttp.ClientSession(
-            # Idle connections go before the server closes them, which uvicorn does after 5 s: a request must
-            # not meet a connection that is just being closed.
-            connector=aiohttp.TCPConnector(limit=self._limit, keepalive_timeout=4.0, ttl_dns_cache=60),
-            cookie_jar=aiohttp.DummyCookieJar(),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._retry.connect_timeout_s),
-            skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding"),
-            read_bufsize=1 << 20,
+        raise_descriptor_limit(self._limit + _SPARE_DESCRIPTORS)
+        keep_freed_memory()
+        # Idle connections go before the server closes them, which uvicorn does after 5 s: a request must
+        # not meet a connection that is just being closed.
+        self._connections = HttpConnections(
+            limit=self._limit, connect_timeout_s=self._retry.connect_timeout_s, keep_s=_KEEP_S
         )
         return self
 
@@ -107,8 +106,8 @@ class InferenceClient:
 
     async def aclose(self) -> None:
         """Close every connection. Requests under way fail."""
-        if self._session is not None:
-            await self._session.close()
+        if self._connections is not None:
+            await self._connections.aclose()
 
     async def chat(self, base_url: str, body: bytes, headers: Mapping[str, str]) -> bytes:
         """The body of a successful answer of `<base_url>/chat/completions`, or RolloutFailure."""
@@ -119,13 +118,13 @@ class InferenceClient:
         return await self._post(base_url, "/completions", body, headers)
 
     async def _post(self, base_url: str, path: str, body: bytes, headers: Mapping[str, str]) -> bytes:
-        url = self._urls.get((base_url, path))
-        if url is None:
-            url = self._urls[base_url, path] = _url(base_url, path)
+        target = self._targets.get((base_url, path))
+        if target is None:
+            target = self._targets[base_url, path] = Target(_url(base_url, path))
         attempt = 0
         while True:
             attempt += 1
-            answer = await self._try_post(url, body, headers)
+            answer = await self._try_post(target, body, headers)
             if isinstance(answer, bytes):
                 return answer
             failure = answer.failure
@@ -141,43 +140,31 @@ class InferenceClient:
             log.debug("inference.retried", attempt=attempt, delay_s=round(delay, 3), kind=failure.kind)
             await self._sleep(delay)
 
-    async def _try_post(self, url: URL, body: bytes, headers: Mapping[str, str]) -> "bytes | _Refusal":
+    async def _try_post(self, target: Target, body: bytes, headers: Mapping[str, str]) -> "bytes | _Refusal":
         """One attempt: the body, or what went wrong with the pause that the server asked for."""
-        if self._session is None:
+        if self._connections is None:
             raise RuntimeError("the client is not open; use it as an async context manager")
+        url = target.url
         try:
-            async with self._session.post(url, data=body, headers=headers, allow_redirects=False) as response:
-                if response.status == 200:
-                    return await self._read(response, url)
-                text = (await response.content.read(_ERROR_BYTES)).decode(errors="replace")
-                # What is left of the error is not worth reading: drop the connection instead of draining it.
-                if not response.content.at_eof():
-                    response.close()
-                pause = _retry_after_s(response.headers.get("Retry-After"), now=time.time())
-                return _Refusal(_failure(url, response.status, text), pause or 0.0)
-        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError) as error:
+            answer = await self._connections.post(target, headers, body, max_bytes=self._max_response_bytes)
+            content = answer.body()
+        except OSError as error:
             kind, said = FailureKind.CONNECTION, _describe(error)
-        except aiohttp.ClientError as error:
+        except BadAnswerError as error:
             kind, said = FailureKind.BAD_RESPONSE, _describe(error)
+        except TooLargeError:
+            raise RolloutFailure(
+                FailureKind.BAD_RESPONSE,
+                f"{shown_url(str(url))}: the answer is larger than {self._max_response_bytes} bytes",
+                retryable=False,
+            ) from None
+        else:
+            if answer.status == 200:
+                return content
+            asked = answer.headers.get(b"retry-after", b"").decode("latin1")
+            pause = _retry_after_s(asked, now=time.time())
+            return _Refusal(_failure(url, answer.status, content.decode(errors="replace")), pause or 0.0)
         return _Refusal(RolloutFailure(kind, f"{shown_url(str(url))}: {said}", retryable=True))
-
-    async def _read(self, response: aiohttp.ClientResponse, url: URL) -> bytes:
-        length = response.content_length
-        if length is not None and length <= self._max_response_bytes:
-            return await response.read()
-        chunks: list[bytes] = []
-        size = 0
-        async for chunk in response.content.iter_any():
-            size += len(chunk)
-            if size > self._max_response_bytes:
-                response.close()
-                raise RolloutFailure(
-                    FailureKind.BAD_RESPONSE,
-                    f"{shown_url(str(url))}: the answer is larger than {self._max_response_bytes} bytes",
-                    retryable=False,
-                )
-            chunks.append(chunk)
-        return b"".join(chunks)
 
 
 def _url(base_url: str, path: str) -> URL:
@@ -262,11 +249,11 @@ def _retry_after_s(value: str | None, *, now: float) -> float | None:
 
 
 def _describe(error: BaseException) -> str:
-    """An error in words; several of aiohttp's say nothing."""
+    """An error in words; some say nothing."""
     return str(error) or ("timed out" if isinstance(error, TimeoutError) else type(error).__name__)
 
 
-def _raise_descriptor_limit(wanted: int) -> None:
+def raise_descriptor_limit(wanted: int) -> None:
     """Allow as many open files as the process may have, if it needs them: the usual soft limit is 1,024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < wanted:

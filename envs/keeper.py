@@ -1,7 +1,8 @@
 """Stands between an env server and whoever started it, so that nothing of the server outlives either.
 
 Run as `python -I -S keeper.py COMMAND …`, in a session of its own, with the lifeline as standard input: starts the
-command with the same input, passes signals on, and ends as the command ends. When the command has ended, or when
+command with the same input, passes signals on, and ends as the command ends. A process that a template forked (see
+`envs.template`) becomes a keeper by calling `keep`, and what it keeps is a fork of itself. When the command has ended, or when
 the lifeline has (its other end is held by the parent alone, so this is the parent's end), everything that is left
 is killed. On Linux the keeper is the reaper of all that descends from it: a process whose own parent has gone comes
 to the keeper, also one in a session of its own, so none escapes. Elsewhere the process group is all that is reached.
@@ -17,6 +18,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -26,19 +28,32 @@ _ROUND_MS = 50
 _NOT_STARTED = 127
 
 
-def keep(command: Sequence[str]) -> None:
-    """Start the command, keep it, and end this process as the command ended."""
+def keep(command: Sequence[str] = ()) -> None:
+    """Start the command, keep it, and end this process as the command ended. Without one it returns in the new process."""
     own = os.getpid()
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     wakes, waker = os.pipe()
     os.set_blocking(wakes, False)
     os.set_blocking(waker, False)
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD):
+    passed_on = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
+    for number in passed_on:
         signal.signal(number, lambda *_: None)
     signal.set_wakeup_fd(waker)
     child = os.fork()
     if child == 0:
-        _become(command, own)
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != own:
+            os._exit(_NOT_STARTED)
+        if command:
+            _become(command)
+        # As a new program would have it, also where whoever started all of it had some of them ignored.
+        signal.set_wakeup_fd(-1)
+        for number in passed_on:
+            signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        os.close(wakes)
+        os.close(waker)
+        return
     watched = select.poll()
     watched.register(_LIFELINE, 0)  # its end is told even to those who ask for nothing
     watched.register(wakes, select.POLLIN)
@@ -57,14 +72,12 @@ def keep(command: Sequence[str]) -> None:
     _end_like(status)
 
 
-def _become(command: Sequence[str], keeper: int) -> None:
-    """In the new process: be killed by the kernel when the keeper goes, and run the command."""
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() == keeper:
-        try:
-            os.execvp(command[0], list(command))  # noqa: S606  the command of our own parent
-        except OSError as error:
-            print(f"{command[0]}: {error.strerror}", file=sys.stderr, flush=True)  # noqa: T201  there is no log yet
+def _become(command: Sequence[str]) -> NoReturn:
+    """In the new process: run the command."""
+    try:
+        os.execvp(command[0], list(command))  # noqa: S606  the command of our own parent
+    except OSError as error:
+        print(f"{command[0]}: {error.strerror}", file=sys.stderr, flush=True)  # noqa: T201  there is no log yet
     os._exit(_NOT_STARTED)
 
 

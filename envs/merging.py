@@ -68,6 +68,9 @@ def _sequence(chain: list[Turn], seat: str, reward: float | None) -> Sequence:
         mask[start:end] = 1
         logprobs[start:end] = turn.logprobs
     temperature, reason = last.temperature, last.stop_reason
+    if len(chain) == 1:
+        truncated = None if reason is None else reason == "length"
+        return Sequence(tokens, mask, logprobs, reward, seat, temperature, reason, truncated)
     return Sequence(
         tokens=tokens,
         mask=mask,

@@ -61,6 +61,7 @@ class Request(msgspec.Struct, tag="run", frozen=True):
     """Do one rollout, or one group of `count` rollouts that is scored together.
 
     Ids are chosen by the client and unique on its connection. `timeout_s` of 0 is no limit.
+    `model` is asked for in place of the one in the hello, where it is said.
     """
 
     id: Id
@@ -72,6 +73,7 @@ class Request(msgspec.Struct, tag="run", frozen=True):
     session: Name = ""
     cache_salt: Name = ""
     timeout_s: float = 0.0
+    model: Name | msgspec.UnsetType = msgspec.UNSET
 
 
 class Cancel(msgspec.Struct, tag="cancel", frozen=True):
@@ -108,6 +110,7 @@ class Ready(msgspec.Struct, tag="ready", frozen=True, omit_defaults=True):
 
     `tasks` has the number of tasks per asked split, None where unbounded. `capacity` is the number of
     rollouts that this client may have in flight here. `samples` has the digests of a few tasks per asked split, by index.
+    `models` says that a request may name another model than the hello.
     """
 
     env: Name
@@ -115,6 +118,7 @@ class Ready(msgspec.Struct, tag="ready", frozen=True, omit_defaults=True):
     group_scored: bool
     capacity: Annotated[int, msgspec.Meta(ge=1, le=2**20)]
     samples: dict[Name, dict[Index, Digest]] = {}
+    models: bool = False
 
 
 class Refused(msgspec.Struct, tag="refused", frozen=True):

@@ -230,8 +230,6 @@ class Model:
         started = time.perf_counter()
         body = await self._client.complete(self._base_url, self._body(request, sampling), self._headers)
         completion = decode_text_completion(body, endpoint=shown_url(self._base_url))
-        if tokens is not None and completion.prompt_token_ids is None:
-            completion.prompt_token_ids = tokens
         reply = self._take(completion, request, time.perf_counter() - started)
         shown = prompt if isinstance(prompt, str) else f"({len(prompt)} token ids)"
         self._record([{"role": "user", "content": shown}], reply)
@@ -257,7 +255,13 @@ class Model:
             )
         turn = None
         if self._settings.train:
-            turn = read_turn(completion, endpoint=endpoint, temperature=request.get("temperature"))
+            prompt = request.get("prompt")
+            turn = read_turn(
+                completion,
+                endpoint=endpoint,
+                temperature=request.get("temperature"),
+                prompt=None if isinstance(prompt, str) else prompt,
+            )
             self._turns.append(turn)
         reply = _reply(completion, duration_s, turn)
         self._replies.append(reply)
@@ -296,9 +300,10 @@ class Model:
         """
         rewards = dict(rewards or {})
         played = [self] if self._seat else [self, *self._seats.values()]
-        unknown = [seat for seat in rewards if seat not in {model._seat for model in played}]
-        if unknown:
-            raise ValueError(f"no seat {unknown[0]!r} was played; seats are {sorted(self._seats)}")
+        if rewards:
+            unknown = [seat for seat in rewards if seat not in {model._seat for model in played}]
+            if unknown:
+                raise ValueError(f"no seat {unknown[0]!r} was played; seats are {sorted(self._seats)}")
         if reward is None:
             if not rewards:
                 raise TypeError("rollout needs a reward, or rewards of seats")

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from envs.messages import RESULT_FRAMES, Result, ResultHeader, RolloutHeader
-from envs.rollout import Float32s, Int32s, Rollout, Uint8s, find_flaw, fits_float32
+from envs.rollout import Float32s, Int32s, Rollout, Sequence, Uint8s, find_flaw, fits_float32
 
 T = TypeVar("T")
 
@@ -63,6 +63,17 @@ def _rollout_header(rollout: Rollout) -> RolloutHeader:
     """The header of a rollout; lists that say nothing about its sequences are left empty."""
     sequences = rollout.sequences
     stop_reason, truncated = rollout.stop_reason, bool(rollout.truncated)
+    if len(sequences) == 1 and _says_nothing_else(sequences[0], rollout):
+        temperature = sequences[0].temperature
+        return RolloutHeader(
+            reward=float(rollout.reward),
+            lengths=[len(sequences[0].tokens)],
+            stop_reason=stop_reason,
+            truncated=truncated,
+            metrics={name: float(value) for name, value in rollout.metrics.items()},
+            timings={name: float(value) for name, value in rollout.timings.items()},
+            temperature=None if temperature is None else float(temperature),
+        )
     seats = [sequence.seat for sequence in sequences]
     rewards = [
         rollout.reward if sequence.reward is None else float(sequence.reward) for sequence in sequences
@@ -88,6 +99,16 @@ def _rollout_header(rollout: Rollout) -> RolloutHeader:
         temperatures=_unless_all(temperatures, one),
         stop_reasons=_unless_all(reasons, stop_reason),
         truncations=_unless_all(cuts, truncated),
+    )
+
+
+def _says_nothing_else(sequence: Sequence, rollout: Rollout) -> bool:
+    """Whether all that a sequence says is what its rollout says too, as that of nearly every rollout of one sequence."""
+    return (
+        not sequence.seat
+        and (sequence.reward is None or sequence.reward == rollout.reward)
+        and (sequence.stop_reason is None or sequence.stop_reason == rollout.stop_reason)
+        and (sequence.truncated is None or bool(sequence.truncated) == bool(rollout.truncated))
     )
 
 

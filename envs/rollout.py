@@ -27,6 +27,13 @@ MAX_LOGPROB = 1e-3
 """Largest log-probability. Probabilities end at 1, but engines compute in half precision and round."""
 
 
+_ARRAYS = (
+    ("tokens", np.dtype(np.int32)),
+    ("mask", np.dtype(np.uint8)),
+    ("logprobs", np.dtype(np.float32)),
+)
+
+
 class InvalidRolloutError(ValueError):
     """A rollout whose content cannot be trained on."""
 
@@ -53,15 +60,11 @@ class Sequence:
 
     def check(self) -> None:
         """Raise InvalidRolloutError unless the arrays fit together."""
-        arrays = {
-            "tokens": (self.tokens, np.int32),
-            "mask": (self.mask, np.uint8),
-            "logprobs": (self.logprobs, np.float32),
-        }
-        for name, (array, dtype) in arrays.items():
+        for name, dtype in _ARRAYS:
+            array = getattr(self, name)
             if not isinstance(array, np.ndarray) or array.dtype != dtype or array.ndim != 1:
                 raise InvalidRolloutError(
-                    f"{name} must be a one-dimensional {np.dtype(dtype)} array, got {_describe(array)}"
+                    f"{name} must be a one-dimensional {dtype} array, got {_describe(array)}"
                 )
         if not len(self.tokens) == len(self.mask) == len(self.logprobs):
             raise InvalidRolloutError(

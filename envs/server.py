@@ -2,7 +2,8 @@
 
 `python -m envs.server` reads its `ServerSpec` as one line of JSON from standard input (so that no secret is
 ever in an argument list) and serves until SIGTERM, or until standard input ends, which is how it notices
-that its parent has gone. Those who spawn it put a keeper in between, see `envs.keeper`.
+that its parent has gone. Those who spawn it put a keeper in between, see `envs.keeper`; with `--template` it is a
+process that many servers are forked from, see `envs.template`.
 The environment is made on the main thread before the event loop starts. Being bound is being alive, `setup`
 having returned is being ready. The server never ends on its own: what a rollout does is the rollout's
 outcome. Exit codes: 0 asked to stop, 3 could not start, 1 a bug or a rollout that could not be stopped.
@@ -36,6 +37,8 @@ from envs.report import write_report
 from envs.seeding import seeded
 from envs.server_spec import EXIT_STARTUP, ServerSpec
 from envs.sessions import ActiveRequest, Sessions
+from envs.template import become_server
+from envs.vanished import notice_vanished
 from envs.watchdog import LoopWatchdog
 
 log = structlog.get_logger()
@@ -124,6 +127,7 @@ class EnvServer:
             # libzmq ends the process when a peer's ping meets a connection that was reset while its input was stopped.
             # So its input never stops: what clients send is small, and is read as it comes.
             socket.setsockopt(zmq.RCVHWM, 0)
+            notice_vanished(socket)
             socket.setsockopt(zmq.IPV6, int("[" in spec.bind))
             if keys is not None:
                 secure_server(socket, keys)
@@ -292,6 +296,9 @@ def _no_breakpoint(environment: str) -> Callable[..., None]:
 
 def main() -> int:
     """Entry point of a spawned server."""
+    if sys.argv[1:] == ["--template"]:
+        become_server()
+        sys.argv[1:] = []
     lifeline = Lifeline()
     line = lifeline.read_line()
     if not line:

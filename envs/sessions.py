@@ -264,7 +264,7 @@ class Sessions:
                 )
                 self.end(session, "it asked for a split that there is not")
                 return
-        ready = wire.Ready(self._env, tasks, self._group_scored, self._capacity, samples)
+        ready = wire.Ready(self._env, tasks, self._group_scored, self._capacity, samples, models=True)
         self._send(session.route, [wire.encode(ready)])
 
     def _say_drained(self, session: Session) -> None:

@@ -4,7 +4,7 @@ OrchestratorError
 ├── ConfigError            exit 2, nothing was spawned
 ├── EnvError(env)
 │   ├── EnvStartupError    exit 3, with the tail of the server's own log
-│   ├── EnvLostError       restart budget used up, exit 4
+│   ├── EnvLostError       restart budget used up, or all servers stay away, exit 4
 │   └── EnvProtocolError   a server speaks another protocol or serves another environment, exit 3
 ├── TrainerLinkError       exit 5
 ├── JournalError           the run directory cannot be written or is in use, exit 6
@@ -41,6 +41,8 @@ class EnvError(OrchestratorError):
     def __init__(self, env: str, message: str) -> None:
         super().__init__(f'env "{env}": {message}')
         self.env = env
+        self.what = message
+        """The message without the name, for one that names it already."""
 
 
 class EnvStartupError(EnvError):
@@ -48,7 +50,7 @@ class EnvStartupError(EnvError):
 
 
 class EnvLostError(EnvError):
-    """An env's servers keep dying and the restart budget is used up."""
+    """An env's servers keep dying and the restart budget is used up, or all of them stay away."""
 
     exit_code = 4
 

@@ -1,7 +1,9 @@
 """The image and its neighbours, read rather than built: what must hold of them whatever builds them."""
 
 import json
+import os
 import re
+import subprocess
 import tomllib
 from pathlib import Path
 
@@ -31,8 +33,36 @@ def last(instruction: str) -> str:
 
 def test_the_image_has_two_stages() -> None:
     """What builds it does not stay in it: the second stage takes over the virtualenv alone."""
-    assert [rest.split()[0] for word, rest in DOCKERFILE if word == "FROM"] == ["python:3.12-slim"] * 2
+    assert [rest.split()[0] for word, rest in DOCKERFILE if word == "FROM"] == ["${PYTHON_IMAGE}"] * 2
+    assert ("ARG", "PYTHON_IMAGE=python:3.12-slim") in DOCKERFILE[:1]
     assert any(rest.startswith("--from=build /opt/venv") for word, rest in DOCKERFILE if word == "COPY")
+
+
+@pytest.mark.parametrize(
+    ("image", "pinned"),
+    [
+        (f"python:3.12-slim@sha256:{'0a' * 32}", True),
+        ("python:3.12-slim", False),
+        ("python:3.12-slim@sha256:DIGEST", False),
+        (f"@sha256:{'0a' * 32}", False),
+        ("", False),
+    ],
+)
+def test_a_release_names_the_digest_that_its_image_is_built_from(image: str, pinned: bool) -> None:
+    """It is printed, or the one line says how to find it."""
+    done = subprocess.run(
+        [ROOT / ".ci" / "pinned-image"],
+        env={"PATH": os.environ["PATH"], "PYTHON_IMAGE": image},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode == 0) is pinned
+    if pinned:
+        assert done.stdout == f"the image is built from {image}\n"
+    else:
+        assert f'PYTHON_IMAGE is "{image}"; set it to the image\'s base with its digest' in done.stderr
+    assert ".ci/pinned-image" in (ROOT / ".ci" / "release-check").read_text(encoding="utf-8")
 
 
 def test_the_image_does_not_run_as_root() -> None:
@@ -95,6 +125,20 @@ def test_the_neighbours_find_each_other() -> None:
     port = CONFIG["trainer"]["bind"].rpartition(":")[2]
     assert f"tcp://orchestrator:{port}" in COMPOSE
     assert "./configs/container.toml:/config.toml:ro" in COMPOSE
+
+
+def test_the_orchestrator_has_no_privileges_and_writes_to_its_volumes_only() -> None:
+    """A root file system that nobody writes to, no capability, and none to be got."""
+    service = COMPOSE.partition("\n  orchestrator:\n")[2].partition("\n  trainer:\n")[0]
+    for setting in (
+        "read_only: true",
+        "tmpfs: [/tmp]",
+        "cap_drop: [ALL]",
+        'security_opt: ["no-new-privileges:true"]',
+    ):
+        assert f"\n    {setting}\n" in service
+    assert CONFIG["run_dir"].startswith("/runs/")
+    assert "- runs:/runs\n" in service
 
 
 def test_batches_stay_on_a_network_of_their_own() -> None:

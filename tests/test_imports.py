@@ -18,8 +18,8 @@ import pytest
 import orchestrator
 
 ROOT = Path(__file__).parent.parent
-ALLOWED_IN_ENVS = {"aiohttp", "msgspec", "numpy", "structlog", "uvloop", "yarl", "zmq"}
-"""yarl comes with aiohttp; uvloop is used where it is there."""
+ALLOWED_IN_ENVS = {"aiohappyeyeballs", "aiohttp", "msgspec", "numpy", "structlog", "uvloop", "yarl", "zmq"}
+"""aiohappyeyeballs and yarl come with aiohttp; uvloop is used where it is there."""
 
 LIBRARIES_OF_ADAPTERS = {
     "atroposlib",
@@ -96,7 +96,7 @@ def test_what_is_declared_is_pinned() -> None:
 
 def loaded_by(statement: str) -> set[str]:
     """The modules that a fresh interpreter has loaded after a statement."""
-    code = f"import sys; before = set(sys.modules); {statement}; print(*sorted(set(sys.modules) - before))"
+    code = f"import sys; before = set(sys.modules); {statement}\nprint(*sorted(set(sys.modules) - before))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     return set(done.stdout.split())
 
@@ -125,6 +125,20 @@ def test_importing_the_package_loads_nothing_heavy() -> None:
     assert loaded_by("import orchestrator, orchestrator.cli") & HEAVY == set()
 
 
+def test_the_command_line_tells_what_there_is_without_loading_it() -> None:
+    """`orchestrator --help`, and the help of a command, wait for no library."""
+    for asked in (["--help"], ["run", "--help"], ["env", "try", "--help"]):
+        loaded = loaded_by(
+            "import contextlib, io; from orchestrator.cli import main\n"
+            "with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):\n"
+            f"    main({asked!r})\n"
+        )
+        assert "orchestrator.cli.run" in loaded
+        assert (
+            loaded & {*HEAVY, "msgspec", "structlog", "http", "ssl", "envs", "orchestrator.config"} == set()
+        )
+
+
 def test_what_programs_call_is_imported_when_it_is_asked_for() -> None:
     """Every name that the package lists is there, and none of them costs anything before."""
     assert set(orchestrator.__all__) <= set(dir(orchestrator))
@@ -139,7 +153,7 @@ def test_what_programs_call_is_imported_when_it_is_asked_for() -> None:
 def test_a_trainer_imports_little() -> None:
     """What a trainer imports brings only what its link needs: pyzmq, msgspec, numpy."""
     loaded = loaded_by("import orchestrator.trainer")
-    assert loaded & (HEAVY - {"asyncio", "numpy", "zmq"}) == set()
+    assert loaded & (HEAVY - {"numpy", "zmq"}) == set()
     roots = {name.split(".")[0] for name in loaded}
     assert roots & {"aiohttp", "pydantic_settings", "rich", "structlog", "uvloop"} == set()
 

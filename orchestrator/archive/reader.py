@@ -63,6 +63,11 @@ class RolloutReader:
             if self._archive is None:
                 raise
 
+    @property
+    def archived(self) -> bool:
+        """Whether there is an archive; otherwise only groups that the journal holds are there."""
+        return self._archive is not None
+
     def __enter__(self) -> Self:
         return self
 

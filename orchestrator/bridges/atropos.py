@@ -2,10 +2,12 @@
 
 Such a trainer registers, asks for a batch until it gets one, trains, and asks again; it never says that it has a batch or is done
 with one. So a batch is served, the same bytes, until a whole answer has arrived; then one question is answered by "none",
-because these trainers take what there is before they train; the question after that says that the batch is done with.
+because these trainers take what there is before they train; the question after that says that the batch is done with. Of a trainer
+that fetches ahead while it trains it says that of the batch so many before (`ahead`): up to `ahead` + 1 batches are open.
 Behind the last batch of the run that "none" says it already, because nobody will ask again.
-A trainer that registers again was restarted, and gets the batch once more that it was not done with. What was handed over is
-noted on disk, so that a bridge which is killed does not hand it over twice.
+A trainer that registers again was restarted, and gets the batches once more that it was not done with. What was handed over is
+noted on disk, so that a bridge which is killed does not hand it over twice. Where it is killed between the last byte and that note,
+nobody can tell: the batch comes again, and the log says so, because its last byte is sent only when that was noted.
 
 `Desk` is that protocol without I/O; `atropos_server` is the HTTP side. Batches are encoded when they come in, so no question waits.
 """
@@ -42,11 +44,13 @@ class Registration(msgspec.Struct, frozen=True):
 
 
 class Note(msgspec.Struct):
-    """What is on disk: of which run, the last step that was handed over, the last that was done with, and who took them."""
+    """What is on disk: of which run, the last step that was handed over, the last that was done with, the last of which all but
+    the last byte had arrived, and who took them."""
 
     run: str
     delivered: int = 0
     done: int = 0
+    finishing: int = 0
     registration: Registration | None = None
 
 
@@ -61,16 +65,27 @@ class Served:
     longest: int
 
 
-class Desk:
-    """Hands batches over, one at a time and in order."""
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Why a registered trainer gets no batch, and never will."""
 
-    def __init__(self, note_path: Path, run: str, *, on_done: Callable[[int], None]) -> None:
+    reason: str
+
+
+class Desk:
+    """Hands batches over, in order."""
+
+    def __init__(self, note_path: Path, run: str, *, ahead: int = 0, on_done: Callable[[int], None]) -> None:
+        """A trainer may have so many batches as `ahead` before it is done with the one before them."""
         self._path = note_path
+        self._ahead = ahead
         self._note = _read_note(note_path, run)
         self._on_done = on_done
         self._waiting: deque[Served] = deque()
-        self._delivered = False
+        self._open = 0
+        """How many of those that wait, the first ones, the trainer has."""
         self._told_none = False
+        self._told_misfit = False
         self._ended = False
 
     @property
@@ -85,7 +100,7 @@ class Desk:
     @property
     def groups(self) -> int:
         """How many groups wait to be handed over."""
-        waiting = list(self._waiting)[self._delivered :]
+        waiting = list(self._waiting)[self._open :]
         return sum(served.groups for served in waiting)
 
     def offer(self, served: Served) -> None:
@@ -94,9 +109,17 @@ class Desk:
             # An earlier process was killed before it could acknowledge it.
             self._on_done(served.step)
             return
-        if not self._waiting:
+        if len(self._waiting) == self._open:
             # The trainer may have it from before this process.
-            self._delivered = served.step == self._note.delivered
+            if served.step <= self._note.delivered:
+                self._open += 1
+            elif served.step == self._note.finishing:
+                log.warning(
+                    "bridge.maybe_twice",
+                    step=served.step,
+                    note="the bridge was killed as the last byte of this batch was sent: it comes again, and the trainer may have it already",
+                    remedy="if no batch may be trained on twice, restart the trainer from its checkpoint before it asks",
+                )
         self._waiting.append(served)
         registration = self._note.registration
         if registration is not None and served.longest > registration.max_token_len > 0:
@@ -111,54 +134,88 @@ class Desk:
     def end(self) -> None:
         """There will be no further batch."""
         self._ended = True
-        if self._told_none and len(self._waiting) == 1:
-            self._finish_first()
+        if self._told_none and self._has_all:
+            self._finish_all()
 
     def register(self, registration: Registration) -> str:
         """A trainer has started; returns why it is refused, empty when it is not."""
         problem = self._misfit(registration)
         if not problem:
-            if self._delivered:
-                log.info("bridge.trainer_again", step=self._note.delivered)
-            self._delivered = self._told_none = False
-            self._note.delivered = 0
+            if self._open:
+                log.info("bridge.trainer_again", step=self._waiting[0].step, batches=self._open)
+            self._warn_of_checkpoint(registration)
+            self._open, self._told_none, self._told_misfit = 0, False, False
+            self._note.delivered = self._note.finishing = 0
             self._note.registration = registration
             self._write_note()
         return problem
 
-    def ask(self) -> Served | bytes:
+    def ask(self) -> Served | Refused | bytes:
         """What a question for a batch is answered with now."""
         registration = self._note.registration
         if registration is None:
             return _error("Trainer not registered. Call /register first.")
         if problem := self._misfit(registration):
-            return _error(problem)
-        if self._delivered:
-            last = self._ended and len(self._waiting) == 1
+            if not self._told_misfit:  # it asks again and again
+                log.error("bridge.trainer_refused", reason=problem)
+            self._told_misfit = True
+            return Refused(problem)
+        if self._open:
+            if self._ended and self._has_all:
+                self._finish_all()
+                return NONE
             if not self._told_none:
                 self._told_none = True
-                if not last:
-                    return NONE
-            self._finish_first()
-            if last:
                 return NONE
-        return self._waiting[0] if self._waiting else NONE
+            if self._open > self._ahead:
+                self._finish_first()
+        return self._waiting[self._open] if len(self._waiting) > self._open else NONE
+
+    def finishing(self, served: Served) -> None:
+        """All of an answer but its last byte has arrived at the trainer."""
+        if self._is_next(served):
+            self._note.finishing = served.step
+            self._write_note()
 
     def delivered(self, served: Served) -> None:
         """A whole answer has arrived at the trainer."""
-        if self._waiting and self._waiting[0] is served:
-            self._delivered, self._told_none = True, False
+        if self._is_next(served):
+            self._open, self._told_none = self._open + 1, False
             self._note.delivered = served.step
             self._write_note()
             log.info("bridge.handed_over", step=served.step, sequences=served.sequences)
 
     def _finish_first(self) -> None:
-        """The trainer is done with the batch that it has. Noted first: what follows may be handed over at once."""
+        """The trainer is done with the first batch that it has. Noted first: what follows may be handed over at once."""
         served = self._waiting.popleft()
-        self._delivered = self._told_none = False
+        self._open -= 1
         self._note.done = served.step
         self._write_note()
         self._on_done(served.step)
+
+    def _finish_all(self) -> None:
+        """Nothing comes any more, so nobody will say of the last ones that they are done with."""
+        while self._open:
+            self._finish_first()
+
+    @property
+    def _has_all(self) -> bool:
+        """Whether the trainer has every batch that is there."""
+        return 0 < self._open == len(self._waiting)
+
+    def _is_next(self, served: Served) -> bool:
+        return len(self._waiting) > self._open and self._waiting[self._open] is served
+
+    def _warn_of_checkpoint(self, registration: Registration) -> None:
+        """These trainers cannot be given earlier batches again; whoever resumes from an older checkpoint should know."""
+        if 0 < registration.starting_step < self._note.done:
+            log.warning(
+                "bridge.trainer_behind",
+                starting_step=registration.starting_step,
+                done=self._note.done,
+                note="the trainer resumes from an older step than it had come to: batches that it was done with do not come again",
+                remedy="set the run back with `orchestrator run CONFIG --rewind-to STEP`, or save checkpoints more often",
+            )
 
     def _misfit(self, registration: Registration) -> str:
         formed = self._waiting[0].sequences if self._waiting else registration.batch_size

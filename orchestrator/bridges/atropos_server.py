@@ -18,8 +18,8 @@ import structlog
 from aiohttp import web
 
 from envs.backoff import backoff_s
-from orchestrator.bridges.atropos import Desk, Registration, Served, encode
-from orchestrator.bridges.intake import Intake
+from orchestrator.bridges.atropos import Desk, Refused, Registration, Served, encode
+from orchestrator.bridges.intake import AHEAD, Intake
 from orchestrator.errors import ConfigError
 from orchestrator.trainer import AsyncTrainerClient, TrainingBatch
 
@@ -32,8 +32,10 @@ _WHOLE = (1, 8)
 """States of a TCP connection, as Linux numbers them: established, and closed in good order by the other side."""
 
 
-async def run_bridge(trainer: AsyncTrainerClient, *, host: str, port: int, note: Path) -> None:
-    """Serve until the run is over and its last batch is done with."""
+async def run_bridge(
+    trainer: AsyncTrainerClient, *, host: str, port: int, note: Path, ahead: int = 0
+) -> None:
+    """Serve until the run is over and its last batch is done with; a trainer may take batches `ahead` of the one that it trains on."""
     async with trainer:
 
         async def on_batch(batch: TrainingBatch) -> None:
@@ -42,8 +44,8 @@ async def run_bridge(trainer: AsyncTrainerClient, *, host: str, port: int, note:
         def on_done(step: int) -> None:
             intake.done(step)
 
-        desk = Desk(note, trainer.run, on_done=on_done)
-        intake = Intake(trainer, on_batch=on_batch, on_end=desk.end)
+        desk = Desk(note, trainer.run, ahead=ahead, on_done=on_done)
+        intake = Intake(trainer, on_batch=on_batch, on_end=desk.end, ahead=ahead + AHEAD)
         runner = web.AppRunner(build_app(desk), access_log=None, shutdown_timeout=1.0)
         await runner.setup()
         try:
@@ -91,6 +93,8 @@ def build_app(desk: Desk) -> web.Application:
 
     async def batch(request: web.Request) -> web.StreamResponse:
         served = desk.ask()
+        if isinstance(served, Refused):
+            return web.json_response({"detail": served.reason}, status=409, reason=served.reason)
         if isinstance(served, bytes):
             return web.Response(body=served, content_type="application/json")
         return await _hand_over(request, desk, served)
@@ -118,9 +122,13 @@ async def _hand_over(request: web.Request, desk: Desk, served: Served) -> web.St
     with socket.fromfd(opened.fileno(), opened.family, opened.type) as connection:
         try:
             await response.prepare(request)
-            await response.write(served.body)
-            await response.write_eof()
+            await response.write(memoryview(served.body)[:-1])
             arrived = await _has_arrived(request, connection)
+            if arrived:
+                desk.finishing(served)
+                await response.write(served.body[-1:])
+                await response.write_eof()
+                arrived = await _has_arrived(request, connection)
         except (ConnectionError, TimeoutError) as error:
             log.warning("bridge.not_taken", step=served.step, error=str(error) or type(error).__name__)
             raise

@@ -16,7 +16,7 @@ from orchestrator.trainer import AsyncTrainerClient, TrainingBatch
 log = structlog.get_logger("bridge")
 
 AHEAD = 2
-"""Batches that are held and not done with."""
+"""Batches that are held and not done with, where the foreign trainer takes one at a time."""
 
 
 class Intake:
@@ -28,19 +28,29 @@ class Intake:
         *,
         on_batch: Callable[[TrainingBatch], Awaitable[None]],
         on_end: Callable[[], None],
+        ahead: int = AHEAD,
+        rewind: bool = False,
     ) -> None:
-        """The client must have been made with `auto_ack=False`."""
+        """The client must have been made with `auto_ack=False`. So many batches as `ahead` are held and not done with. With `rewind`, whoever is set back has the run set back if need be."""
         self._trainer = trainer
         self._on_batch = on_batch
         self._on_end = on_end
+        self._ahead = ahead
+        self._rewind = rewind
         self._held: deque[int] = deque()
         self._done: deque[tuple[int, bool, str | None]] = deque()
         self._wake = asyncio.Event()
         self._published: int | None = None
+        self._back: int | None = None
 
     def done(self, step: int, *, publish: bool = True, path: str | None = None) -> None:
         """The foreign trainer is done with a step. With `publish`, weights came of it, at `path` if it says so."""
         self._done.append((step, publish, path))
+        self._wake.set()
+
+    def set_back(self, step: int) -> None:
+        """The foreign trainer goes on behind an earlier step: its batches come again, and what was taken is forgotten."""
+        self._back = step
         self._wake.set()
 
     async def run(self) -> None:
@@ -48,12 +58,19 @@ class Intake:
         ended = False
         while True:
             await self._acknowledge()
+            if self._back is not None:
+                self._trainer.resume_after(self._back, rewind=self._rewind)
+                self._published = self._back
+                self._back, ended = None, False
+                self._held.clear()
             if ended and not self._held:
                 return
-            if ended or len(self._held) >= AHEAD:
+            if ended or len(self._held) >= self._ahead:
                 await self._wake.wait()
                 continue
             woken, batch = await self._next_unless_woken()
+            if self._back is not None:
+                continue  # whatever came was asked for before
             if batch is not None:
                 self._held.append(batch.step)
                 await self._on_batch(batch)
@@ -63,12 +80,13 @@ class Intake:
                 self._on_end()
 
     async def publish(self, version: int, path: str | None) -> None:
-        """A version can be sampled from; one that is refused is a line in the log, because nobody else listens."""
+        """A version, which comes of the step of its number, can be sampled from; one that is refused is a line in the log, because nobody
+        else listens."""
         if self._published is not None and version <= self._published:
             return
         self._published = version
         try:
-            told = await self._trainer.publish(version, path)
+            told = await self._trainer.publish(version, path, step=version)
         except TrainerLinkError as error:
             log.warning("bridge.version_refused", version=version, path=path, reason=str(error))
         else:

@@ -1,9 +1,10 @@
-"""Feeds prime-rl's trainer over its file transport, and follows the weights that it broadcasts.
+"""Feeds prime-rl's trainer, and follows the weights that it broadcasts.
 
-Batches go to `rollouts/step_N/rank_R.bin` below its output directory, each file whole or not at all; its trainer reads them by
-number, so writing one again changes nothing. Batch N is acknowledged, and version N published, when `broadcasts/step_N/STABLE` is
-there. So everything that a restarted bridge has to know is in that directory. A trainer that was set back to an older step has
-fewer broadcasts than the orchestrator has acknowledgements; it is fed from there, as long as the orchestrator keeps those batches.
+Batches go over its file transport, to `rollouts/step_N/rank_R.bin` below its output directory, each file whole or not at all; its
+trainer reads them by number, so writing one again changes nothing. Or they are published over its ZMQ transport (`prime_rl_zmq`).
+Batch N is acknowledged, and version N published, when `broadcasts/step_N/STABLE` is there, over either. A trainer that was set
+back to an older step has fewer broadcasts than the orchestrator has acknowledgements, because its launcher deletes the others; it
+is fed from there, as long as the orchestrator keeps those batches.
 
 Written from what its trainer reads at commit 559b447. A shared disk tells nobody of a new file, so this looks again every `poll_s`.
 """
@@ -11,53 +12,53 @@ Written from what its trainer reads at commit 559b447. A shared disk tells nobod
 import asyncio
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import Protocol
 
-import msgspec
 import structlog
 
 from orchestrator.bridges.intake import Intake
-from orchestrator.trainer import AsyncTrainerClient, TrainingBatch, TrainingSequence, micro_batches
+from orchestrator.bridges.prime_rl_format import encode_shares, share_out
+from orchestrator.bridges.prime_rl_zmq import Publisher
+from orchestrator.trainer import AsyncTrainerClient, TrainingBatch
 
 log = structlog.get_logger("bridge")
 
 POLL_S = 1.0
+NOTE = "orchestrator_bridge.json"
+"""What was sent over ZMQ, in the output directory."""
 _STEP = re.compile(r"^step_(\d+)$")
-_RESERVED = "all"
-"""A name that an env must not have there."""
-
-
-class MicroBatch(msgspec.Struct, frozen=True, array_like=True):
-    """Packed sequences; the order of the fields is the format, and positions are those of the tokens."""
-
-    input_ids: list[int]
-    loss_mask: list[bool]
-    advantages: list[float]
-    inference_logprobs: list[float]
-    position_ids: list[int]
-    sequence_lengths: list[int]
-    temperatures: list[float]
-    env_names: list[str]
-    seq_lens: list[int]
 
 
 class Exchange:
-    """The output directory that the trainer and this bridge share."""
+    """The output directory that the trainer and this bridge share; its files, where batches go through files."""
 
     def __init__(self, directory: Path, *, ranks: int, max_tokens: int) -> None:
         self._rollouts = directory / "rollouts"
-        self._broadcasts = directory / "broadcasts"
-        self._ranks = ranks
+        # Engines have another working directory than this process.
+        self._broadcasts = directory.absolute() / "broadcasts"
+        self.note = directory / NOTE
+        self.ranks = ranks
         self._max_tokens = max_tokens
 
     def write(self, batch: TrainingBatch) -> None:
         """A file for every rank, the same however often it is written; blocks."""
         folder = self._rollouts / f"step_{batch.step}"
         folder.mkdir(parents=True, exist_ok=True)
-        for rank, share in enumerate(share_out(batch.sequences, self._ranks, self._max_tokens)):
+        for rank, share in enumerate(self.share_out(batch)):
             part = folder / f"rank_{rank}.bin.tmp"
-            part.write_bytes(msgspec.msgpack.encode(share))
+            part.write_bytes(share)
             part.replace(folder / f"rank_{rank}.bin")
+
+    def share_out(self, batch: TrainingBatch) -> list[bytes]:
+        """What each rank is given; takes long for a large batch."""
+        return encode_shares(share_out(batch.sequences, self.ranks, self._max_tokens))
+
+    def has(self, step: int) -> bool:
+        """Whether the files of a batch are there; blocks. Its trainer's launcher deletes them when it goes back."""
+        folder = self._rollouts / f"step_{step}"
+        return all((folder / f"rank_{rank}.bin").exists() for rank in range(self.ranks))
 
     def newest_weights(self) -> tuple[int, Path] | None:
         """The last step whose weights are whole, and where they are; blocks."""
@@ -72,71 +73,113 @@ class Exchange:
         return max(found, default=None)
 
 
-def share_out(sequences: Sequence[TrainingSequence], ranks: int, max_tokens: int) -> list[list[MicroBatch]]:
-    """As many micro-batches for every rank; where they do not go round, one comes again that trains nothing."""
-    parts = micro_batches(sequences, max_tokens, at_least=min(ranks, len(sequences)))
-    parts.sort(key=lambda part: -sum(map(len, part)))
-    filled = [_pack(part) for part in parts]
-    missing = -len(filled) % ranks
-    if missing:
-        shortest = filled[-1]
-        nothing = msgspec.structs.replace(
-            shortest,
-            loss_mask=[False] * len(shortest.input_ids),
-            advantages=[0.0] * len(shortest.input_ids),
-        )
-        filled += [nothing] * missing
-    return [filled[rank::ranks] for rank in range(ranks)]
+class Delivery(Protocol):
+    """How batches reach the trainer's ranks."""
+
+    async def give(self, batch: TrainingBatch) -> None:
+        """Hand a batch over, or make it ready to be."""
+
+    async def look(self, trained: int, given: Sequence[TrainingBatch]) -> None:
+        """The trainer is done with a step, and has or needs those that were given since: see that it gets them."""
+
+    def set_back(self) -> None:
+        """The trainer was set back to an earlier step; batches are given again."""
 
 
-def _pack(part: Sequence[TrainingSequence]) -> MicroBatch:
-    lengths = [len(sequence) for sequence in part]
-    return MicroBatch(
-        input_ids=[token for sequence in part for token in sequence.tokens.tolist()],
-        loss_mask=[sampled for sequence in part for sampled in (sequence.mask != 0).tolist()],
-        advantages=[value for sequence in part for value in sequence.advantages.tolist()],
-        inference_logprobs=[value for sequence in part for value in sequence.logprobs.tolist()],
-        position_ids=[place for length in lengths for place in range(length)],
-        sequence_lengths=lengths,
-        temperatures=[heat for sequence in part for heat in [_heat(sequence)] * len(sequence)],
-        env_names=[name for sequence in part for name in [_name(sequence)] * len(sequence)],
-        seq_lens=lengths,
-    )
+class Files:
+    """Batches as files, which the trainer finds by their number."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+
+    async def give(self, batch: TrainingBatch) -> None:
+        await asyncio.to_thread(self._exchange.write, batch)
+        log.info("bridge.handed_over", step=batch.step, sequences=len(batch))
+
+    async def look(self, trained: int, given: Sequence[TrainingBatch]) -> None:
+        for batch in list(given):
+            if not await asyncio.to_thread(self._exchange.has, batch.step):
+                # The trainer's launcher has deleted it, because the trainer goes on from a checkpoint.
+                await self.give(batch)
+
+    def set_back(self) -> None:
+        pass
 
 
-def _heat(sequence: TrainingSequence) -> float:
-    return 1.0 if sequence.temperature is None else sequence.temperature
+class Messages:
+    """Batches as messages, which the trainer counts."""
+
+    def __init__(self, exchange: Exchange, publisher: Publisher) -> None:
+        self._exchange = exchange
+        self._publisher = publisher
+
+    async def give(self, batch: TrainingBatch) -> None:
+        self._publisher.hold(batch.step, await asyncio.to_thread(self._exchange.share_out, batch))
+
+    async def look(self, trained: int, given: Sequence[TrainingBatch]) -> None:
+        self._publisher.look(trained)
+
+    def set_back(self) -> None:
+        self._publisher.forget()
 
 
-def _name(sequence: TrainingSequence) -> str:
-    return f"{sequence.env}_" if sequence.env == _RESERVED else sequence.env
+async def run_bridge(
+    trainer: AsyncTrainerClient,
+    exchange: Exchange,
+    *,
+    listen: tuple[str, int] | None = None,
+    rewind: bool = False,
+    poll_s: float = POLL_S,
+) -> None:
+    """Give and follow until the run is over and its last batch is done with; `listen` is where batches are published, if they are.
 
-
-async def run_bridge(trainer: AsyncTrainerClient, exchange: Exchange, *, poll_s: float = POLL_S) -> None:
-    """Write and follow until the run is over and its last batch is done with."""
+    With `rewind`, the run is set back where the trainer goes back further than batches are kept, if that is allowed.
+    """
+    wake = asyncio.Event()
     async with trainer:
-        given: list[int] = []
+        if listen is None:
+            await _Feed(trainer, exchange, Files(exchange), wake, rewind=rewind, poll_s=poll_s).run()
+            return
+        publisher = Publisher(
+            *listen, ranks=exchange.ranks, note=exchange.note, run=trainer.run, on_change=wake.set
+        )
+        try:
+            await _Feed(
+                trainer, exchange, Messages(exchange, publisher), wake, rewind=rewind, poll_s=poll_s
+            ).run()
+        finally:
+            await publisher.aclose()
 
-        async def on_batch(batch: TrainingBatch) -> None:
-            newest = await asyncio.to_thread(exchange.newest_weights)
-            if newest is None or newest[0] < batch.step:
-                await asyncio.to_thread(exchange.write, batch)
-                log.info("bridge.handed_over", step=batch.step, sequences=len(batch))
-            given.append(batch.step)
 
-        async def follow() -> None:
-            while True:
-                newest = await asyncio.to_thread(exchange.newest_weights)
-                while newest is not None and given and given[0] <= newest[0]:
-                    step = given.pop(0)
-                    # Where several are done with, those of the last one count; older ones may be gone already.
-                    intake.done(step, publish=newest[0] == step, path=str(newest[1].absolute()))
-                await asyncio.sleep(poll_s)
+class _Feed:
+    """Takes batches, gives them, and follows the trainer's broadcasts."""
 
-        intake = Intake(trainer, on_batch=on_batch, on_end=lambda: None)
-        await _begin(trainer, exchange, intake, poll_s)
-        following = asyncio.create_task(follow())  # noqa: TID251  ended and awaited below
-        running = asyncio.create_task(intake.run())  # noqa: TID251  same
+    def __init__(
+        self,
+        trainer: AsyncTrainerClient,
+        exchange: Exchange,
+        delivery: Delivery,
+        wake: asyncio.Event,
+        *,
+        rewind: bool,
+        poll_s: float,
+    ) -> None:
+        self._trainer = trainer
+        self._exchange = exchange
+        self._delivery = delivery
+        self._wake = wake
+        self._poll_s = poll_s
+        self._rewind = rewind
+        self._intake = Intake(trainer, on_batch=self._take, on_end=lambda: None, rewind=rewind)
+        self._given: list[TrainingBatch] = []
+        self._done = 0
+        self._set_back = 0
+
+    async def run(self) -> None:
+        await self._begin()
+        self._done = self._trainer.after
+        following = asyncio.create_task(self._follow())  # noqa: TID251  ended and awaited below
+        running = asyncio.create_task(self._intake.run())  # noqa: TID251  same
         try:
             await asyncio.wait([following, running], return_when=asyncio.FIRST_COMPLETED)
             await (running if running.done() else following)
@@ -145,20 +188,56 @@ async def run_bridge(trainer: AsyncTrainerClient, exchange: Exchange, *, poll_s:
                 task.cancel()
             await asyncio.wait([following, running])
 
+    async def _begin(self) -> None:
+        """Find out where the trainer stands. A run that has steps behind it waits for its first broadcast to know."""
+        trainer, said = self._trainer, False
+        while (newest := await self._newest()) is None and trainer.after:
+            if not said:
+                said = True
+                log.info("bridge.waiting", what="the trainer's first broadcast, which says where it stands")
+            await asyncio.sleep(self._poll_s)
+        if newest is None:
+            return
+        step, path = newest
+        if step < trainer.after:
+            log.warning("bridge.trainer_set_back", to_step=step, acknowledged=trainer.after)
+            trainer.resume_after(step, rewind=self._rewind)
+        elif step == trainer.after:
+            await self._intake.publish(step, str(path))
 
-async def _begin(trainer: AsyncTrainerClient, exchange: Exchange, intake: Intake, poll_s: float) -> None:
-    """Find out where the trainer stands. A run that has steps behind it waits for its first broadcast to know."""
-    said = False
-    while (newest := await asyncio.to_thread(exchange.newest_weights)) is None and trainer.after:
-        if not said:
-            said = True
-            log.info("bridge.waiting", what="the trainer's first broadcast, which says where it stands")
-        await asyncio.sleep(poll_s)
-    if newest is None:
-        return
-    step, path = newest
-    if step < trainer.after:
-        log.warning("bridge.trainer_set_back", to_step=step, acknowledged=trainer.after)
-        trainer.resume_after(step)
-    elif step == trainer.after:
-        await intake.publish(step, str(path.absolute()))
+    async def _take(self, batch: TrainingBatch) -> None:
+        times = self._set_back
+        newest = await self._newest()
+        if newest is None or newest[0] < batch.step:
+            await self._delivery.give(batch)
+        if times == self._set_back:
+            self._given.append(batch)
+            self._wake.set()
+
+    async def _follow(self) -> None:
+        while True:
+            self._wake.clear()
+            newest = await self._newest()
+            # A trainer that has started meanwhile may stand elsewhere than what was just read: it is read again first.
+            if newest is not None and not self._wake.is_set():
+                await self._look(*newest)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._poll_s):
+                    await self._wake.wait()
+
+    async def _look(self, step: int, path: Path) -> None:
+        if step < self._done:
+            log.warning("bridge.trainer_set_back", to_step=step, acknowledged=self._done)
+            self._set_back += 1
+            self._given.clear()
+            self._delivery.set_back()
+            self._done = step
+            self._intake.set_back(step)
+        while self._given and self._given[0].step <= step:
+            self._done = self._given.pop(0).step
+            # Where several are done with, those of the last one count; older ones may be gone already.
+            self._intake.done(self._done, publish=self._done == step, path=str(path))
+        await self._delivery.look(step, self._given)
+
+    async def _newest(self) -> tuple[int, Path] | None:
+        return await asyncio.to_thread(self._exchange.newest_weights)

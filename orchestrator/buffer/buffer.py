@@ -1,8 +1,8 @@
 """The batch buffer: finished groups wait here until an exact batch can be made of them.
 
 A batch is emitted if and only if some set of whole queued groups sums to exactly the batch size and meets
-every minimum, and of those the oldest: walking the queue from its front, a group is in the batch whenever an
-exact batch with it and those already chosen exists. Every group that is added leaves exactly once, taken or
+every minimum, and of those the oldest, unless it is told to follow targets: walking the queue from its front, a group is in
+the batch whenever an exact batch with it and those already chosen exists. Every group that is added leaves exactly once, taken or
 evicted. Cost does not grow with the queue. A call that raises leaves everything as it was.
 
 It knows an environment's name, a size and a version of what it holds, and nothing of rollouts. It has no
@@ -14,6 +14,7 @@ from fractions import Fraction
 from typing import Generic, Literal, TypeVar
 
 from orchestrator.buffer.completing import can_complete, completing
+from orchestrator.buffer.even import EvenRule
 from orchestrator.buffer.options import check_options, whole
 from orchestrator.buffer.queue import Entry, EnvQueue, SizeQueue
 from orchestrator.buffer.quotas import Quotas, minimum_counts
@@ -24,7 +25,6 @@ from orchestrator.buffer.rules import (
     QuotaSelection,
     Selection,
     TokenRule,
-    build_rule,
     describe_misfit,
 )
 from orchestrator.buffer.splitting import Cut, cut_overshoots, plan_cuts
@@ -45,6 +45,8 @@ class BatchBuffer(Generic[T]):
     - `minimums`: each env's least share of every batch, `ceil(share × batch_size)`; scaled down where they
       cannot all be kept.
     - `envs`: the only names that are accepted; any if left out.
+    - `targets`: each env's share; of the batches that could be taken, the one that follows them most nearly is, instead
+      of the oldest; see `even`.
     - `quotas`: each env's target; every batch follows them as nearly as whole groups allow and carries the
       difference over. An env with less queued than its quota is made up for by the others
       (`on_starved="redistribute"`) or waited for (`"wait"`).
@@ -60,6 +62,7 @@ class BatchBuffer(Generic[T]):
         minimums: Mapping[str, float | Fraction] | None = None,
         envs: Collection[str] | None = None,
         unit: Literal["sequences", "tokens"] = "sequences",
+        targets: Mapping[str, float] | None = None,
         quotas: Mapping[str, float] | None = None,
         on_starved: Literal["redistribute", "wait"] = "redistribute",
         on_stuck: Literal["wait", "split"] = "wait",
@@ -75,6 +78,7 @@ class BatchBuffer(Generic[T]):
             order=order,
             stuck_after_s=stuck_after_s,
             can_split=split is not None,
+            targets=targets,
             quotas=quotas,
             minimums=minimums,
             envs=envs,
@@ -84,11 +88,12 @@ class BatchBuffer(Generic[T]):
         self._split = split if on_stuck == "split" else None
         self._stuck_after_s = stuck_after_s
         self._stuck_since: float | None = None
-        if envs is None and quotas:
-            envs = quotas
+        shares = quotas or targets
+        if envs is None and shares:
+            envs = shares
         self._known = None if envs is None else dict.fromkeys(envs)
-        self._quotas = Quotas(quotas) if quotas else None
-        self._rule = build_rule(self.batch_size, unit, self._quotas, wait=on_starved == "wait")
+        self._quotas = Quotas(shares, at_once=None if quotas else 1) if shares else None
+        self._rule = self._build_rule(strict=bool(quotas), wait=on_starved == "wait")
         self._envs: dict[str, EnvQueue] = {}
         self._lanes: dict[tuple[str, int], SizeQueue] = {}
         self._ranks = 0
@@ -98,12 +103,24 @@ class BatchBuffer(Generic[T]):
         self._versions: dict[int, int] = {}  # queued groups of each version
         self._choice: Selection | None = None  # of the queue as it is; None: not known
         self._ready: bool | None = None  # whether there is a batch; None: not known
+        self._due_next: Mapping[str, int] | None = None
+        self._due: dict[int, Mapping[str, float]] = {}
         self.revision = 0
         """Counts every change of what is queued, or of whose minimum holds."""
         for env in self._known or ():
             self._env(env)
         for env, count in minimum_counts(minimums or {}, self.batch_size).items():
             self._env(env).minimum = count
+
+    def _build_rule(self, *, strict: bool, wait: bool) -> TokenRule | ExactRule | QuotaRule:
+        """The rule that the options ask for; `strict`: shares are quotas."""
+        if self.unit == "tokens":
+            return TokenRule(self.batch_size)
+        if self._quotas is None:
+            return ExactRule(self.batch_size)
+        if strict:
+            return QuotaRule(self.batch_size, self._quotas, wait=wait)
+        return EvenRule(self.batch_size, self._quotas)
 
     def __len__(self) -> int:
         return self._groups
@@ -118,8 +135,20 @@ class BatchBuffer(Generic[T]):
         """Tokens queued in all, where the batch counts tokens."""
         return sum(env.tokens for env in self._envs.values())
 
-    def add(self, item: T, *, env: str, size: int, version: int = 0, tokens: int | None = None) -> None:
-        """Queue a group of `size` sequences; `tokens` is needed where the batch counts tokens."""
+    def add(
+        self,
+        item: T,
+        *,
+        env: str,
+        size: int,
+        version: int = 0,
+        tokens: int | None = None,
+        rollouts: int | None = None,
+    ) -> None:
+        """Queue a group of `size` sequences; `tokens` is needed where the batch counts tokens.
+
+        `rollouts`: where it is not `size`, of which targets are shares.
+        """
         if type(size) is not int or size < 1:
             size = whole("group size", size, least=1)
         if type(version) is not int:
@@ -134,13 +163,15 @@ class BatchBuffer(Generic[T]):
                 raise ValueError(f"a group of {size} sequences exceeds the batch of {self.batch_size}")
             lane = self._lane(env, size)
         lane.env.recent.append(size)
+        if isinstance(self._rule, EvenRule) and self._rule.saw(env, size, rollouts or size):
+            self._forget_dues()
         self.revision += 1
         self._arrivals += 1
         place = self._arrivals * _PLACES
         if self._by_version:
             place += version * _ARRIVALS
         self._insert(lane, (place, version, size, tokens or 0, item, lane.env))
-        if self._ready is not True or self._quotas is not None:
+        if self._ready is not True or self.has_quotas:
             self._ready = None  # one more group never takes a batch away, but for quotas
         self._choice = None
 
@@ -216,8 +247,11 @@ class BatchBuffer(Generic[T]):
             self._changed()
 
     def set_quotas(self, targets: Mapping[str, float]) -> None:
-        """Other targets from now on, where batches follow quotas; what was carried over is forgotten."""
-        if self._quotas is not None:
+        """Other targets from now on, where batches follow any; what was carried over is forgotten."""
+        if isinstance(self._rule, EvenRule):
+            self._rule.retarget(targets)
+            self._changed()
+        elif self._quotas is not None:
             self._quotas.set_targets(targets)
             self._changed()
 
@@ -264,7 +298,7 @@ class BatchBuffer(Generic[T]):
     @property
     def planned(self) -> Mapping[str, int | Fraction]:
         """What the next batches will have of each env at least: its minimum, or its quota."""
-        if self._quotas is None:
+        if self._quotas is None or not self.has_quotas:
             return self.minimums
         shares = {env: share * self.batch_size for env, share in self._quotas.targets.items()}
         return {env: share for env, share in shares.items() if self._env(env).available}
@@ -272,7 +306,22 @@ class BatchBuffer(Generic[T]):
     @property
     def has_quotas(self) -> bool:
         """Whether batches follow quotas."""
-        return self._quotas is not None
+        return isinstance(self._rule, QuotaRule)
+
+    @property
+    def due_next(self) -> Mapping[str, int]:
+        """What the next batch should have of each env."""
+        if self._due_next is None:
+            self._due_next = self._quotas.counts(self.batch_size) if self._quotas is not None else {}
+        return self._due_next
+
+    def due(self, batches: int) -> Mapping[str, float] | None:
+        """What so many batches will have of each available env by the targets; None where batches do not follow any."""
+        if not isinstance(self._rule, EvenRule):
+            return None
+        if batches not in self._due:
+            self._due[batches] = self._rule.due(list(self._envs.values()), batches)
+        return self._due[batches]
 
     @property
     def configured_minimums(self) -> dict[str, int]:
@@ -290,7 +339,7 @@ class BatchBuffer(Generic[T]):
         return min(self._versions, default=None)
 
     def state_dict(self) -> dict[str, str]:
-        """What quotas carry over to the next batch, as exact fractions; what is queued is not part of it."""
+        """What is carried over to the next batch, as exact fractions; what is queued is not part of it."""
         carried = self._quotas.carried if self._quotas else {}
         return {env: str(amount) for env, amount in carried.items()}
 
@@ -322,6 +371,8 @@ class BatchBuffer(Generic[T]):
             return choice is not None and (fits is None or fits(choice.amounts()))
 
         choice: Selection | None = None
+        if isinstance(rule, QuotaRule | EvenRule) and fits is not None and good(choice := rule.choose(envs)):
+            return choice  # what must leave the queue can be of any env: the shares have the first word
         if isinstance(rule, ExactRule) and most and good(choice := rule.choose(envs, least, most)):
             return choice
         if good(choice := rule.choose(envs, least)):
@@ -418,6 +469,12 @@ class BatchBuffer(Generic[T]):
         self.revision += 1
         self._choice = None
         self._ready = None
+        self._forget_dues()
+
+    def _forget_dues(self) -> None:
+        """They follow from the targets, from what is carried over and from who is available, and are asked for with every group."""
+        self._due_next = None
+        self._due = {}
 
     def _env(self, name: str) -> EnvQueue:
         queue = self._envs.get(name)

@@ -16,6 +16,7 @@ def check_options(
     *,
     stuck_after_s: float,
     can_split: bool,
+    targets: Mapping[str, float] | None,
     quotas: Mapping[str, float] | None,
     minimums: Mapping[str, float | Fraction] | None,
     envs: Collection[str] | None,
@@ -30,12 +31,15 @@ def check_options(
         raise ValueError("quotas and splitting need unit = sequences: a token budget is not filled exactly")
     if quotas and minimums:
         raise ValueError("quotas and minimums exclude each other: a quota is exact")
+    if targets and (quotas or chosen["unit"] == "tokens"):
+        raise ValueError("targets need unit = sequences and no quotas, which are exact")
     if splits and not can_split:
         raise ValueError("on_stuck = split needs a function that splits a group")
     if not stuck_after_s >= 0:
         raise ValueError(f"stuck_after_s must not be negative, not {stuck_after_s!r}")
-    if quotas and envs is not None and set(envs) != set(quotas):
-        raise ValueError(f"quotas must name every env: {sorted(set(envs) ^ set(quotas))} are in one only")
+    for what, shares in (("quotas", quotas), ("targets", targets)):
+        if shares and envs is not None and set(envs) != set(shares):
+            raise ValueError(f"{what} must name every env: {sorted(set(envs) ^ set(shares))} are in one only")
 
 
 def whole(what: str, value: object, *, least: int | None = None) -> int:

@@ -25,6 +25,11 @@ def exact(what: str, share: object) -> Fraction:
         raise ValueError(f"{what} must be a finite number, not {share!r}") from None
 
 
+def within(amount: Fraction, most: Fraction) -> Fraction:
+    """The amount, or as near to it as is not further from zero than `most`."""
+    return max(-most, min(most, amount))
+
+
 def minimum_counts(shares: Mapping[str, float | Fraction], batch_size: int) -> dict[str, int]:
     """Sequences of each env that every batch must have: `ceil(share × batch_size)`.
 
@@ -74,7 +79,9 @@ class QuotaPlan:
 class Quotas:
     """What each env is due in the next batch, given its target and what earlier batches left over."""
 
-    def __init__(self, targets: Mapping[str, float]) -> None:
+    def __init__(self, targets: Mapping[str, float], *, at_once: int | None = None) -> None:
+        """`at_once`: of what an env is owed or has had too much, a batch makes up for so many batches' shares at most."""
+        self._at_once = at_once
         self.set_targets(targets)
 
     def set_targets(self, targets: Mapping[str, float]) -> None:
@@ -120,7 +127,12 @@ class Quotas:
         return apportion(self._due(batch_size), batch_size)
 
     def _due(self, batch_size: int) -> dict[str, Fraction]:
-        return {env: share * batch_size + self.carried[env] for env, share in self.targets.items()}
+        shares = {env: share * batch_size for env, share in self.targets.items()}
+        if self._at_once is None:
+            return {env: share + self.carried[env] for env, share in shares.items()}
+        return {
+            env: share + within(self.carried[env], self._at_once * share) for env, share in shares.items()
+        }
 
     def _share_out(self, due: dict[str, Fraction], total: int, others: list[str]) -> None:
         """Let all be due `total` in sum by adding to each of `others` its part of the difference."""

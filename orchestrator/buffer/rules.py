@@ -190,7 +190,7 @@ class QuotaRule:
                 ],
             )
 
-        deviation = _smallest(within, most)
+        deviation = smallest(within, most)
         for env, count, at_least in zip(envs, wanted, must, strict=True):
             env.low = max(at_least, count - (deviation or 0))
             env.high = min(self.size, count + (deviation or 0))
@@ -217,7 +217,7 @@ class QuotaRule:
         return QuotaSelection(ExactSelection(entries, envs), self._plan(envs), self.quotas)
 
 
-def _smallest(holds: Callable[[int], bool], most: int) -> int | None:
+def smallest(holds: Callable[[int], bool], most: int) -> int | None:
     """The smallest number from 0 to `most` for which a monotone condition holds, by galloping."""
     low, high = -1, 0
     while not holds(high):
@@ -271,12 +271,3 @@ def _needed(
     if short:
         return short
     return list(under_way) if sum(under_way.values()) < size else []
-
-
-def build_rule(
-    size: int, unit: str, quotas: Quotas | None, *, wait: bool
-) -> TokenRule | ExactRule | QuotaRule:
-    """The rule that a buffer's options ask for."""
-    if unit == "tokens":
-        return TokenRule(size)
-    return ExactRule(size) if quotas is None else QuotaRule(size, quotas, wait=wait)

@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def build_parser() -> argparse.ArgumentParser:
     """The parser with every command."""
     # Imported here, so that importing the package for its entry point stays cheap.
-    from orchestrator.cli import bridge, ctl, env, init, rollouts, run, simulate, status, view
+    from orchestrator.cli import bridge, ctl, env, init, rollouts, run, simulate, status, tasks, view
 
     parser = argparse.ArgumentParser(
         prog="orchestrator",
@@ -52,6 +52,6 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for module in (init, run, env, simulate, status, ctl, rollouts, view, bridge):
+    for module in (init, run, env, simulate, status, ctl, rollouts, tasks, view, bridge):
         module.register(commands)
     return parser

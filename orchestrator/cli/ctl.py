@@ -1,11 +1,8 @@
 """`orchestrator ctl`: changes a run while it goes on, over its HTTP side; docs/control.md tells what each command does."""
 
 import argparse
-import http.client
 import json
 import os
-import urllib.error
-import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -93,6 +90,8 @@ def ctl_command(arguments: argparse.Namespace) -> int:
     print(plain(f"state: {answer.get('state')}; waits for {answer.get('waiting_for') or 'nothing'}"))
     for line in answer.get("changes", ()):
         print(plain(f"differs from the configuration: {line}"))
+    for line in answer.get("sources", ()):
+        print(plain(f"source: {line}"))
     return 0
 
 
@@ -155,6 +154,10 @@ def _last_words(run_dir: Path) -> str:
 
 def _post(url: str, command: dict[str, Any], token: str, run_dir: Path | None) -> tuple[int, bytes]:
     """Code and body of whatever answer there was."""
+    import http.client
+    import urllib.error
+    import urllib.request
+
     headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
     request = urllib.request.Request(  # noqa: S310  the user names the address
         url, data=json.dumps(command, allow_nan=True).encode(), headers=headers, method="POST"

@@ -11,11 +11,6 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
-from envs.errors import EnvironmentLoadError
-from envs.loader import FAMILIES, LOADERS, find_loader
-
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
@@ -46,6 +41,8 @@ def _add(verbs: "Commands", name: str, line: str, text: str) -> argparse.Argumen
 
 def parse_pairs(texts: Iterable[str], option: str) -> dict[str, Any]:
     """Values given as `key=value` or as one JSON object; a value that is JSON is taken as that, else as text."""
+    import msgspec
+
     values: dict[str, Any] = {}
     for text in texts:
         if text.lstrip().startswith("{"):
@@ -192,6 +189,9 @@ def _add_keygen(verbs: "Commands") -> None:
 
 
 def _list(arguments: argparse.Namespace) -> int:
+    from envs.errors import EnvironmentLoadError
+    from envs.loader import FAMILIES, LOADERS, find_loader
+
     width = max(map(len, FAMILIES))
     for form, told in FAMILIES.items():
         print(f"{form:<{width}}  {told}")
@@ -279,6 +279,7 @@ def _user_errors(command: Callable[[argparse.Namespace], int]) -> Callable[[argp
 
     def run(arguments: argparse.Namespace) -> int:
         from envs.curve import KeyFileError
+        from envs.errors import EnvironmentLoadError
 
         try:
             return command(arguments)

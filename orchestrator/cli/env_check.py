@@ -16,7 +16,7 @@ from rich.markup import escape
 
 from envs.server_spec import ServerSpec
 from orchestrator.cli.env import UsageError
-from orchestrator.env_servers.launching import hash_seed
+from orchestrator.env_servers.child_servers import hash_seed
 
 Listed = list[tuple[int, str]]
 

@@ -26,9 +26,10 @@ from envs.loader import parse_id
 from envs.logs import configure_logging
 from envs.server_spec import EXIT_STARTUP, ServerSpec
 from orchestrator.cli.env import UsageError
-from orchestrator.env_servers.launching import hash_seed, server_command
+from orchestrator.env_servers.child_servers import hash_seed, server_command
 from orchestrator.env_servers.processes import ChildProcess, describe_exit
-from orchestrator.env_servers.supervision import RestartBudget, RestartPolicy
+from orchestrator.env_servers.spec import RestartPolicy
+from orchestrator.env_servers.supervision import RestartBudget
 
 _STOP_S = 20.0
 _RESTARTS = RestartPolicy(max_restarts=10, window_s=600.0, first_delay_s=0.5, max_delay_s=30.0)

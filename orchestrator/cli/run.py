@@ -1,7 +1,10 @@
-"""`orchestrator run`, `check` and `eval`: everything that starts from a configuration file."""
+"""`orchestrator run`, `check` and `eval`: everything that starts from a configuration file.
+
+What a command needs is imported when it runs, so that `orchestrator --help` costs next to nothing; that holds for every
+module of this package that adds commands.
+"""
 
 import argparse
-import asyncio
 import json
 import os
 import signal
@@ -11,11 +14,10 @@ from contextlib import AsyncExitStack, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from orchestrator.config import Config, find_warnings, load_config
-
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from orchestrator.config import Config
     from orchestrator.service import Service
 
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -62,11 +64,14 @@ def _add(
 
 def check_command(arguments: argparse.Namespace) -> int:
     """Print the resolved configuration and what would be started."""
+    from orchestrator.config import find_warnings, load_config
     from orchestrator.service.blueprint import describe_start, faulty, verify
 
     config = load_config(arguments.config, arguments.overrides)
     warnings = [f"{path}: {warning}" for path, warning in find_warnings(config.model_dump())]
     if arguments.deep:
+        import asyncio
+
         from envs.logs import configure_logging
         from orchestrator.service.deep_check import look_deep
 
@@ -88,6 +93,7 @@ def check_command(arguments: argparse.Namespace) -> int:
 
 def run_command(arguments: argparse.Namespace) -> int:
     """Run the service."""
+    from orchestrator.config import load_config
     from orchestrator.track import any_left_behind
 
     config = load_config(arguments.config, arguments.overrides)
@@ -100,6 +106,7 @@ def run_command(arguments: argparse.Namespace) -> int:
 
 def eval_command(arguments: argparse.Namespace) -> int:
     """Run the evaluations alone."""
+    from orchestrator.config import load_config
     from orchestrator.service.evaluate import evaluate
 
     config = load_config(arguments.config, arguments.overrides)
@@ -108,22 +115,24 @@ def eval_command(arguments: argparse.Namespace) -> int:
 
 def run_loop(main: Callable[[], Any]) -> int:
     """Run a coroutine function on uvloop."""
+    import asyncio
+
     import uvloop
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return int(runner.run(main()))
 
 
-async def _run(config: Config, *, fresh: bool, rewind_to: int | None) -> int:
+async def _run(config: "Config", *, fresh: bool, rewind_to: int | None) -> int:
+    import asyncio
+
     import structlog
     from rich.text import Text
 
     from envs.logs import configure_logging
-    from orchestrator.service import build_front, start_service
+    from orchestrator.config import find_warnings
     from orchestrator.service.blueprint import verify
-    from orchestrator.service.health import calm_garbage_collector
     from orchestrator.service.log_file import note, open_log
-    from orchestrator.views.progress import show_progress, show_start
     from orchestrator.views.summary import print_summary
 
     verify(config)  # nothing is written for a configuration that cannot be started
@@ -137,17 +146,12 @@ async def _run(config: Config, *, fresh: bool, rewind_to: int | None) -> int:
     log = structlog.get_logger()
     for path, warning in find_warnings(config.model_dump()):
         log.warning("config.warning", path=path, warning=warning)
-    signals, front = Signals(), build_front(config)
+    signals, shown = Signals(), console if display else None
     try:
-        async with AsyncExitStack() as stack:
-            async with show_start(front.status, console) if display else nullcontext():
-                starting = start_service(config, fresh=fresh, rewind_to=rewind_to, front=front)
-                service = await stack.enter_async_context(starting)
-            signals.attach(service)
-            calm_garbage_collector()
-            beside = [show_progress(service.status, console)] if display else []
-            end = await service.serve(*beside)
-            summary = await service.finish(end)
+        summary, back_to = await _serve(config, signals, shown, fresh=fresh, rewind_to=rewind_to)
+        while back_to is not None and not signals.exit_code:
+            log.warning("run.restarting", rewind_to=back_to, reason="the trainer asks for it")
+            summary, back_to = await _serve(config, signals, shown, fresh=False, rewind_to=back_to)
     except asyncio.CancelledError:
         # A signal during the start cancels this task; what had started has been stopped on the way here.
         if signals.exit_code:
@@ -161,7 +165,28 @@ async def _run(config: Config, *, fresh: bool, rewind_to: int | None) -> int:
     return signals.exit_code
 
 
-def _console(config: Config) -> "tuple[Console, bool]":
+async def _serve(
+    config: "Config", signals: "Signals", console: "Console | None", *, fresh: bool, rewind_to: int | None
+) -> tuple[dict[str, Any], int | None]:
+    """A service from its start to its end: the summary, and the step that the run is to be set back to, if the trainer asked for that."""
+    from orchestrator.service import build_front, start_service
+    from orchestrator.service.health import calm_garbage_collector
+    from orchestrator.views.progress import show_progress, show_start
+
+    front = build_front(config)
+    async with AsyncExitStack() as stack:
+        async with show_start(front.status, console) if console else nullcontext():
+            starting = start_service(config, fresh=fresh, rewind_to=rewind_to, front=front)
+            service = await stack.enter_async_context(starting)
+        signals.attach(service)
+        stack.callback(signals.detach)
+        calm_garbage_collector()
+        beside = [show_progress(service.status, console)] if console else []
+        end = await service.serve(*beside)
+        return await service.finish(end), service.stop.rewind_to
+
+
+def _console(config: "Config") -> "tuple[Console, bool]":
     from rich.console import Console
 
     console = Console()
@@ -173,6 +198,8 @@ class Signals:
     """First SIGINT or SIGTERM: drain and save. Second: end at once; child processes die with this one."""
 
     def __init__(self) -> None:
+        import asyncio
+
         self.exit_code = 0
         self._service: Service | None = None
         self._task = asyncio.current_task()
@@ -185,6 +212,10 @@ class Signals:
         self._service = service
         if self.exit_code:
             service.stop.set()
+
+    def detach(self) -> None:
+        """The service has ended; another may be started."""
+        self._service = None
 
     def _received(self, number: int) -> None:
         if self.exit_code:

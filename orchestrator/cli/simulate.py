@@ -1,271 +1,256 @@
-"""`orchestrator simulate CONFIG`: what each mix strategy would deliver, imagined in virtual time.
+"""`orchestrator simulate CONFIG`: what a configuration will do, before anything is paid for.
 
-Takes envs, ratios, minimums, group sizes, caps and slots from the configuration, latencies and losses from flags
-or from the summary of an earlier run, and prints every strategy side by side. Starts nothing.
+The rules of the run are the real ones, time is virtual, and environments, engines and trainer behave as a file states, as a run
+has recorded, or as is assumed and said. `--compare` and `--sweep` put several configurations side by side. Starts nothing.
 """
 
 import argparse
 import json
-import random
-import statistics
-from collections import Counter
-from collections.abc import Mapping, Sequence
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.table import Table
+from orchestrator.errors import ConfigError, OrchestratorError, StalledError
 
-from orchestrator.config import Config, load_config
-from orchestrator.config.domains import domain_of
-from orchestrator.errors import ConfigError
-from orchestrator.mix import STRATEGIES, EnvShare, build_mix, mix_targets
-from orchestrator.mix.delivered import largest_deviation
-from orchestrator.mix.strategy import EnvMixStrategy
-from orchestrator.simulate import MixBuilder, MixResult, Scenario, SimEnv, percentile, simulate
+if TYPE_CHECKING:
+    from orchestrator.simulate.answers import Answer
+    from orchestrator.simulate.behaviour import Surroundings
+    from orchestrator.simulate.sweep import Point, Refused
 
-PLOT_COLUMNS = 40
-BARS = "▁▂▃▄▅▆▇"
-FIGURES = (
-    "batches",
-    "off target",
-    "… per batch",
-    "… p95 of batches",
-    "rollouts per delivered",
-    "step time",
-    "step time, p95",
-    "delivered per second",
-)
+STEPS = 50
+"""Batches, where neither a number of them nor a time is asked for."""
 
 
 def register(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the command."""
     parser = commands.add_parser(
         "simulate",
-        help="what each mix strategy would deliver",
-        description="Simulate the configured mix, and the other strategies beside it, in virtual time.",
+        help="what a configuration will do: speed, staleness, mix, waste, before anything is started",
+        description="Simulate a run in virtual time, with the real rules; docs/simulate.md tells more.",
     )
-    parser.add_argument("config", type=Path, metavar="CONFIG", help="configuration file (TOML)")
+    parser.add_argument(
+        "config",
+        type=Path,
+        nargs="?",
+        metavar="CONFIG",
+        help="configuration file (TOML); may be left out with --compare",
+    )
+    around = parser.add_argument_group("how environments, engines and trainer behave")
+    around.add_argument("--behaviour", type=Path, metavar="FILE", help="a file that states it (TOML)")
+    around.add_argument(
+        "--from", dest="run_dir", type=Path, metavar="RUN_DIR", help="as recorded in an earlier run"
+    )
     for flag, meaning in (
         ("--latency", "mean seconds of a rollout, such as math=5; repeatable"),
-        ("--loss", "share of rollouts lost, such as math=0.1; repeatable"),
+        ("--loss", "share of the groups lost by a failure, such as math=0.1; repeatable"),
         ("--tasks", "number of tasks, where the config sets no ratios; repeatable"),
     ):
-        parser.add_argument(flag, action="append", default=[], metavar="ENV=VALUE", help=meaning)
-    parser.add_argument(
-        "--from", dest="run_dir", type=Path, metavar="RUN_DIR", help="latencies and losses of an earlier run"
-    )
-    length = parser.add_mutually_exclusive_group()
-    length.add_argument("--minutes", type=float, default=10.0, help="virtual time to simulate (default 10)")
-    length.add_argument("--steps", type=int, help="batches to simulate, instead of a time")
-    parser.add_argument(
+        around.add_argument(flag, action="append", default=[], metavar="ENV=VALUE", help=meaning)
+    around.add_argument(
         "--spread",
         type=float,
         default=1.0,
-        help="spread of the log-normal latencies; 0: all equal (default 1)",
+        help="spread of the log-normal latencies of --latency; 0: all equal (default 1)",
+    )
+    length = parser.add_mutually_exclusive_group()
+    length.add_argument("--minutes", type=float, help="virtual time to simulate, instead of steps")
+    length.add_argument(
+        "--steps", type=int, help=f"batches to simulate (default {STEPS}, or max_steps if that is less)"
     )
     parser.add_argument("--seed", type=int, help="another seed than the configuration's")
+    parser.add_argument(
+        "--seeds", type=int, default=3, help="runs with seeds one after the other (default 3)"
+    )
+    parser.add_argument(
+        "--compare", type=Path, nargs="+", default=[], metavar="CONFIG", help="configurations side by side"
+    )
+    parser.add_argument(
+        "--sweep",
+        action="append",
+        default=[],
+        metavar="KEY=V,V",
+        help="settings to try, all combinations; repeatable",
+    )
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write the result as a page of its own")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    parser.add_argument(
+        "--mix-only",
+        action="store_true",
+        help="try every mix strategy alone, without dispatch, staleness and trainer",
+    )
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Simulate and print."""
-    config = load_config(args.config, getattr(args, "overrides", ()))
-    scenario = build_scenario(config, args)
-    outcomes = {name: simulate(scenario, build) for name, build in build_strategies(config, scenario).items()}
-    print_comparison(scenario, outcomes, Console())
+    _check(args)
+    if args.mix_only:
+        from orchestrator.cli import simulate_mix
+
+        return simulate_mix.run(args)
+    from envs.logs import configure_logging
+    from orchestrator.cli.simulate_tables import print_result
+    from orchestrator.service.health import calm_garbage_collector
+
+    calm_garbage_collector()
+    configure_logging("critical")  # what a run would log is not what was asked for
+    result = simulate(args)
+    if args.html is not None:
+        _write_page(args.html, result)
+    if args.json:
+        print(json.dumps(as_json(result), indent=2))
+    else:
+        print_result(result)
     return 0
 
 
-def build_scenario(config: Config, args: argparse.Namespace) -> Scenario:
-    """The scenario that the configuration and the flags describe."""
-    if config.batch.unit != "sequences":
-        raise ConfigError("simulate counts sequences; add --batch.unit sequences --batch.size N")
-    names = [env.label for env in config.train.env]
-    latencies, losses, tasks = (_pairs(args, flag, names) for flag in ("latency", "loss", "tasks"))
-    if args.run_dir is not None:
-        earlier = _earlier_run(args.run_dir)
-        for name in names:
-            numbers = earlier.get(name, {})
-            latencies.setdefault(name, numbers.get("mean_latency_s") or 1.0)
-            losses.setdefault(name, 1.0 - numbers.get("acceptance", 1.0))
-            if numbers.get("num_tasks"):
-                tasks.setdefault(name, numbers["num_tasks"])
-    targets = mix_targets(_shares(config, tasks), batch_size=config.batch.size, domains=config.mix.domains)
-    try:
-        envs = [
-            SimEnv(
-                name=env.label,
-                weight=target,
-                latency_s=latencies.get(env.label, 1.0),
-                loss=losses.get(env.label, 0.0),
-                group_size=env.group_size or config.train.group_size,
-                max_inflight=env.max_inflight,
-                minimum=env.min_batch_allocation,
-            )
-            for env, target in zip(config.train.env, targets, strict=True)
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A configuration file: the surroundings that it is simulated in, and what to know about that."""
+
+    name: str
+    around: "Surroundings"
+    notes: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
+class SimulateResult:
+    """What is printed: every configuration's surroundings and answers, and the points that there is no answer of, with the reason."""
+
+    settings: Sequence[Setting]
+    recorded: "Answer | None"
+    points: "Sequence[Point]"
+    refused: "Sequence[Refused]"
+    swept: bool
+    steps: int | None
+
+    @property
+    def title(self) -> str:
+        """The files."""
+        return ", ".join(setting.name for setting in self.settings)
+
+    @property
+    def notes(self) -> list[str]:
+        """What to know about the surroundings; what holds for a part of the configurations names them."""
+        told: dict[str, list[str]] = {}
+        for setting in self.settings:
+            for note in setting.notes:
+                told.setdefault(note, []).append(setting.name)
+        everyone = len(self.settings)
+        return [
+            note if len(names) == everyone else f"{', '.join(names)}: {note}" for note, names in told.items()
         ]
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-    return Scenario(
-        envs=envs,
-        max_inflight=config.dispatch.max_inflight,
-        batch_size=config.batch.size,
-        steps=args.steps or 10**9,
-        duration_s=float("inf") if args.steps else args.minutes * 60,
-        spread=args.spread,
-        seed=config.seed if args.seed is None else args.seed,
+
+
+def simulate(args: argparse.Namespace) -> SimulateResult:
+    """Everything that was asked for; an error only where nothing of it can be simulated."""
+    from orchestrator.cli.simulate_plan import known_envs, plan, surroundings
+    from orchestrator.service.imagined import imagine
+    from orchestrator.service.recordings import read_recording
+    from orchestrator.simulate.answers import answer_of_recording
+    from orchestrator.simulate.sweep import Point, Refused, mark_best
+
+    planned = plan(args)
+    known = known_envs(planned)
+    recording = read_recording(args.run_dir) if args.run_dir is not None else None
+    steps = args.steps or (STEPS if args.minutes is None else None)
+    seconds = float("inf") if args.minutes is None else args.minutes * 60
+    settings: dict[str, Setting] = {}
+    points, refused, errors = [], [], list[OrchestratorError]()
+    for one in planned:
+        # What is wrong with a behaviour file or a flag is wrong for every point.
+        around, notes = surroundings(one.config, args, recording, known) if one.config else (None, [])
+        if around is not None:
+            before = settings.setdefault(one.file, Setting(one.file, around, []))
+            notes = list(dict.fromkeys([*before.notes, *notes]))
+            settings[one.file] = Setting(one.file, before.around, notes)
+        try:
+            if one.config is None or around is None:
+                raise ConfigError(one.refused)
+            run = imagine(one.config, around)
+            answers = run.rehearse(seeds=args.seeds, steps=steps or 1 << 62, seconds=seconds)
+        except (ConfigError, StalledError) as error:
+            refused.append(Refused(one.name or one.file, str(error), one.values))
+            errors.append(type(error)(f"{one.name}: {error}") if one.name else error)
+        else:
+            points.append(Point(one.name or one.file, answers, one.values))
+    if not points:
+        raise _all_of(errors)
+    recorded = None
+    if recording is not None:
+        recorded = answer_of_recording(recording.steps, sequences_per_rollout=recording.sequences_per_rollout)
+    return SimulateResult(
+        list(settings.values()), recorded, mark_best(points), refused, bool(args.sweep), steps
     )
 
 
-def print_comparison(scenario: Scenario, outcomes: Mapping[str, MixResult], console: Console) -> None:
-    """All strategies side by side; the configured one comes first."""
-    print_envs(scenario, console)
-    table = Table(title="deviations in percentage points of the largest", title_justify="left")
-    table.add_column("")
-    for name in outcomes:
-        table.add_column(_heading(name), justify="right")
-    rows = [_figures(outcome) for outcome in outcomes.values()]
-    for heading in rows[0]:
-        table.add_row(heading, *(row[heading] for row in rows))
-    console.print(table)
-    table = Table(title="delivered share", title_justify="left")
-    for heading in ("env", "target", *map(_heading, outcomes)):
-        table.add_column(heading, justify="left" if heading == "env" else "right")
-    shares = {name: outcome.shares() for name, outcome in outcomes.items()}
-    targets = next(iter(outcomes.values())).targets
-    for env, target in targets.items():
-        table.add_row(env, f"{target:.3f}", *(f"{shares[name][env]:.3f}" for name in outcomes))
-    console.print(table)
-    print_plot(targets, outcomes, console)
-    for name, outcome in outcomes.items():
-        for time_s, env, change in outcome.quarantines[:10]:
-            console.print(f'{name}: env "{env}" {change} at {time_s:.0f} s', highlight=False)
+def _all_of(errors: "Sequence[OrchestratorError]") -> OrchestratorError:
+    """One error for several: each reason once, and the exit code of a run that stalls if one of them does."""
+    worst = next((error for error in errors if isinstance(error, StalledError)), errors[0])
+    return type(worst)("\n".join(dict.fromkeys(map(str, errors))))
 
 
-def print_envs(scenario: Scenario, console: Console) -> None:
-    """What was assumed."""
-    table = Table(title="assumed", title_justify="left")
-    for heading in ("env", "latency", "loss", "group", "cap"):
-        table.add_column(heading, justify="left" if heading == "env" else "right")
-    for env in scenario.envs:
-        cap = "" if env.max_inflight is None else str(env.max_inflight)
-        table.add_row(env.name, f"{env.latency_s:.3g} s", f"{env.loss:.0%}", str(env.group_size), cap)
-    console.print(table)
+def as_json(result: SimulateResult) -> dict[str, Any]:
+    """For machines."""
+    from dataclasses import asdict
 
-
-def print_plot(targets: Mapping[str, float], outcomes: Mapping[str, MixResult], console: Console) -> None:
-    """Each env's share over time, one row of bars per strategy and env."""
-    title = (
-        f"delivered mix over time ({BARS[3]} on target, {BARS[0]} half of it or less, {BARS[-1]} half more)"
-    )
-    table = Table(title=title, title_justify="left", show_header=False)
-    for name, outcome in outcomes.items():
-        for index, (env, target) in enumerate(targets.items()):
-            last = index == len(targets) - 1
-            table.add_row(name if index == 0 else "", env, sparkline(outcome, env, target), end_section=last)
-    console.print(table)
-
-
-def sparkline(outcome: MixResult, env: str, target: float) -> str:
-    """The env's share in each stretch of the run, as a row of bars."""
-    batches = outcome.batches
-    columns = min(PLOT_COLUMNS, len(batches))
-    bars = []
-    for column in range(columns):
-        counts = Counter[str]()
-        for batch in batches[column * len(batches) // columns : (column + 1) * len(batches) // columns]:
-            counts.update(batch.counts)
-        ratio = counts[env] / counts.total() / target if target else 1.0
-        middle = len(BARS) // 2
-        bars.append(BARS[max(0, min(len(BARS) - 1, round(middle + (ratio - 1.0) * 2 * middle)))])
-    return "".join(bars)
-
-
-def _figures(outcome: MixResult) -> dict[str, str]:
-    if not outcome.batches:
-        return dict.fromkeys(FIGURES, "–") | {FIGURES[0]: "0"}
-    deviations = outcome.batch_deviations()
-    steps = outcome.step_times()
-    values = (
-        str(len(outcome.batches)),
-        f"{largest_deviation(outcome.shares(), outcome.targets):.2f}",
-        f"{statistics.mean(deviations):.2f}",
-        f"{percentile(deviations, 0.95):.2f}",
-        f"{outcome.rollouts_per_delivered:.2f}",
-        f"{statistics.mean(steps):.1f} s",
-        f"{percentile(steps, 0.95):.1f} s",
-        f"{outcome.delivered_per_s:.1f}",
-    )
-    return dict(zip(FIGURES, values, strict=True))
-
-
-def _heading(strategy: str) -> str:
-    """The name with places to break the line."""
-    return strategy if ":" in strategy else strategy.replace("_", " ")
-
-
-def build_strategies(config: Config, scenario: Scenario) -> dict[str, MixBuilder]:
-    """The configured strategy with its options, then the others with their defaults."""
-    sizes = {env.name: env.group_size for env in scenario.envs}
-
-    def builder(strategy: str, options: Mapping[str, Any]) -> MixBuilder:
-        def build(names: Sequence[str], weights: Sequence[float], rng: random.Random) -> EnvMixStrategy:
-            return build_mix(strategy, names, weights, rng=rng, group_sizes=sizes, **options)
-
-        return build
-
-    configured = config.mix.strategy
-    others = [name for name in STRATEGIES if name != configured]
     return {
-        configured: builder(configured, config.mix.arguments()),
-        **{name: builder(name, {}) for name in others},
+        "configs": [
+            {"name": setting.name, "notes": list(setting.notes), "surroundings": _as_json(setting.around)}
+            for setting in result.settings
+        ],
+        "recorded": None if result.recorded is None else asdict(result.recorded),
+        "points": [
+            {"name": point.name, "values": dict(point.values), "best": point.best, **point.answers.as_json()}
+            for point in result.points
+        ],
+        "refused": [asdict(one) for one in result.refused],
     }
 
 
-def _shares(config: Config, tasks: Mapping[str, float]) -> list[EnvShare]:
-    shares = []
-    domains = [domain_of(env.label, env.ids, config.domains) for env in config.train.env]
-    for env, domain in zip(config.train.env, domains, strict=True):
-        alone = bool(config.mix.domains) and domains.count(domain) == 1
-        by_tasks = env.ratio is None and not alone
-        if by_tasks and env.label not in tasks:
-            raise ConfigError(
-                f'env "{env.label}": it has no ratio, and simulate does not start envs to count their tasks; '
-                f"add --tasks {env.label}=1000"
-            )
-        count = int(tasks[env.label]) if by_tasks else None
-        group_size = env.group_size or config.train.group_size
-        shares.append(EnvShare(env.label, env.ratio, count, env.min_batch_allocation, group_size, domain))
-    return shares
+def _as_json(around: "Surroundings") -> dict[str, Any]:
+    return {
+        "envs": {
+            name: {
+                key: {"value": getattr(value, "text", value), "origin": env.origins[key]}
+                for key, value in env.values.items()
+            }
+            for name, env in around.envs.items()
+        },
+        "trainer.step_s": {"value": around.step_s.text, "origin": around.origins["trainer.step_s"]},
+        "weights.update_s": {"value": around.update_s.text, "origin": around.origins["weights.update_s"]},
+        "engines.tokens_per_s": [list(pair) for pair in around.tokens_per_s],
+    }
 
 
-def _pairs(args: argparse.Namespace, flag: str, names: Sequence[str]) -> dict[str, float]:
-    """What `--latency math=5` and the like say, by env."""
-    found = {}
-    for text in getattr(args, flag):
-        name, _, value = text.rpartition("=")
-        if name not in names:
-            raise ConfigError(
-                f'--{flag} {text}: no train env is named "{name}"; there are: {", ".join(names)}'
-            )
-        try:
-            found[name] = float(value)
-        except ValueError:
-            raise ConfigError(f'--{flag} {text}: "{value}" is not a number') from None
-    return found
-
-
-def _earlier_run(run_dir: Path) -> dict[str, dict[str, Any]]:
-    path = run_dir / "summary.json"
-    try:
-        envs = json.loads(path.read_text(encoding="utf-8"))["envs"]
-    except FileNotFoundError:
+def _check(args: argparse.Namespace) -> None:
+    for flag, value in (("--seeds", args.seeds), ("--steps", args.steps), ("--minutes", args.minutes)):
+        if value is not None and not 0 < value < math.inf:
+            raise ConfigError(f"{flag} {value}: a number above 0 is needed")
+    if not 0 <= args.spread < math.inf:
+        raise ConfigError(f"--spread {args.spread}: a number from 0 on is needed")
+    if args.config is None and (args.mix_only or not args.compare):
         raise ConfigError(
-            f"{path}: there is no such file; --from takes the directory of a finished run"
-        ) from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path}: not the summary of a run: {error}") from None
-    if not isinstance(envs, dict):
-        raise ConfigError(f'{path}: not the summary of a run: "envs" is not a table')
-    return envs
+            "no configuration is named; write `orchestrator simulate CONFIG`, or several after --compare"
+        )
+    if args.mix_only:
+        given = [flag for flag in ("behaviour", "compare", "sweep", "html", "json") if getattr(args, flag)]
+        if given:
+            raise ConfigError(f"--{given[0]} is not for --mix-only, which tries the strategies alone")
+
+
+def _write_page(path: Path, result: SimulateResult) -> None:
+    """The file, whole or not at all."""
+    from orchestrator.simulate.plot import build_page
+
+    html = build_page(result.title, result.points, result.recorded, result.notes, result.refused).encode()
+    part = path.with_name(path.name + ".part")
+    try:
+        part.write_bytes(html)
+        part.replace(path)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written: {error.strerror}") from None
+    print(f"{path}: {len(html) / 1e3:.0f} kB", file=sys.stderr)

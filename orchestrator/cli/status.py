@@ -4,12 +4,9 @@ Of a run that nobody runs now it says how far it came and how it ended, read fro
 """
 
 import argparse
-import http.client
 import json
 import os
 import time
-import urllib.error
-import urllib.request
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -75,6 +72,7 @@ def _show(body: bytes, url: str, run_dir: Path | None) -> None:
     from rich.text import Text
 
     from orchestrator.facts import Status
+    from orchestrator.views.lines import sources
     from orchestrator.views.progress import render
 
     try:
@@ -91,6 +89,12 @@ def _show(body: bytes, url: str, run_dir: Path | None) -> None:
             f"{status.kept_batches} batches that the trainer can ask for again, {status.kept_bytes >> 20} MiB"
         )
         console.print(Text(plain(f"kept: {kept}")))
+    for name, env in status.envs.items():
+        if env.nodes:
+            where = ", ".join(f"{server} on {node}" for server, node in env.nodes.items())
+            console.print(Text(plain(f"servers of {name}: {where}")))
+    for line in sources(status):
+        console.print(Text(plain(f"source: {line}")))
     for what, n in status.failures.items():
         said = status.failure_reasons.get(what)
         console.print(Text(plain(f"failed: {what} ({n} rollouts){f', the last: {said}' if said else ''}")))
@@ -166,6 +170,10 @@ def address_of(run_dir: Path) -> str:
 
 
 def _fetch(url: str, token_env: str | None) -> bytes:
+    import http.client
+    import urllib.error
+    import urllib.request
+
     headers = {}
     if token_env:
         headers["Authorization"] = f"Bearer {os.environ.get(token_env, '')}"

@@ -1,7 +1,6 @@
 """`orchestrator view` and `orchestrator report`: the page of a run that is over, crashed, or runs elsewhere."""
 
 import argparse
-import asyncio
 import signal
 import sys
 import time
@@ -45,6 +44,8 @@ def view_command(arguments: argparse.Namespace) -> int:
     run = RunDirectory(arguments.run_dir)
 
     async def serve() -> int:
+        import asyncio
+
         from orchestrator.views.http import build_app, serve_http
 
         stop = asyncio.Event()

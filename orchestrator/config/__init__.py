@@ -16,11 +16,12 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 
 from envs.importing import look_beside
 from orchestrator.config.checks import find_problems, find_warnings
-from orchestrator.config.env_sections import DomainConfig, EvalConfig, TrainConfig
+from orchestrator.config.env_sections import DomainConfig, EvalConfig, RayConfig, TrainConfig
 from orchestrator.config.section import Truthless
 from orchestrator.config.sections import (
     ArchiveConfig,
     BatchConfig,
+    CurriculumConfig,
     DispatchConfig,
     HttpConfig,
     InferenceConfig,
@@ -62,10 +63,12 @@ class Config(Truthless, BaseSettings):
     inference: InferenceConfig = InferenceConfig()
     local: LocalConfig | None = None
     mix: MixConfig = MixConfig()
+    curriculum: CurriculumConfig = CurriculumConfig()
     batch: BatchConfig = BatchConfig()
     train: TrainConfig
     eval: EvalConfig = EvalConfig()
     domains: dict[str, DomainConfig] = {}
+    ray: RayConfig = RayConfig()
     dispatch: DispatchConfig = DispatchConfig()
     staleness: StalenessConfig = StalenessConfig()
     trainer: TrainerConfig = TrainerConfig()

@@ -8,14 +8,17 @@ from collections.abc import Iterator, Mapping
 from fractions import Fraction
 from typing import Any
 
-from envs.addresses import base_url_problem, is_loopback
+from envs.addresses import base_url_problem, is_loopback, server_address_problem
 from envs.importing import nearest
 from envs.loader import LOADERS
 from orchestrator.config.domains import raw_domain_of, raw_targets
+from orchestrator.config.env_sections import RESOURCES
 from orchestrator.config.fitting import find_misfit_warnings, find_misfits
 from orchestrator.config.sampling import find_bad_sampling
 from orchestrator.config.sections import FROM_TRAINER, BreakerConfig, DispatchConfig
 from orchestrator.config.shapes import Problem
+from orchestrator.discovery import is_source, source_problem
+from orchestrator.discovery.source import ENGINES, SERVERS
 from orchestrator.mix.breaker import RESTORE, TRIP
 
 RESERVED_OPTIONS = frozenset({"strategy", "env_names", "weights", "rng", "group_sizes"})
@@ -29,12 +32,14 @@ def find_problems(data: Mapping[str, Any]) -> list[Problem]:
         *find_misfits(data),
         *find_bad_sampling(data),
         *_mix(data),
+        *_curricula(data),
         *_domains(data),
         *_domain_targets(data),
         *_endpoints(data),
         *_initial_weights(data),
         *_ranks(data),
         *_exposure(data),
+        *_launchers(data),
         *_trackers(data),
     ]
 
@@ -109,6 +114,22 @@ def _mix(data: Mapping[str, Any]) -> Iterator[Problem]:
         yield "mix.breaker.trip", f"{trip} is above restore ({restore}), so that an env would go in and out"
 
 
+def _curricula(data: Mapping[str, Any]) -> Iterator[Problem]:
+    tables = [("curriculum", data.get("curriculum"))]
+    tables += [
+        (f"train.env[{position}].curriculum", env.get("curriculum"))
+        for position, env in enumerate(_envs(data, "train"))
+    ]
+    for path, table in tables:
+        ends = table.get("reward_range") if isinstance(table, Mapping) else None
+        numbers = isinstance(ends, (list, tuple)) and all(isinstance(end, (int, float)) for end in ends)
+        if ends is not None and numbers and len(ends) == 2 and not ends[0] < ends[1]:
+            yield f"{path}.reward_range", f"{ends[0]} is not below {ends[1]}"
+        options = table.get("options") if isinstance(table, Mapping) else None
+        if isinstance(options, Mapping) and "tasks" in options:
+            yield f"{path}.options.tasks", "is not an option: every strategy is given it by the run"
+
+
 def _changed(breaker: Mapping[str, Any]) -> bool:
     """Whether the table says anything else than its defaults."""
     defaults = BreakerConfig().model_dump()
@@ -149,17 +170,32 @@ def _endpoints(data: Mapping[str, Any]) -> Iterator[Problem]:
         )
     if "local" in data and urls:
         yield "inference.base_urls", "[local] starts its own inference server; remove one of the two"
-    for position, url in enumerate(urls if isinstance(urls, list) else []):
+    entries = _entries(urls)
+    for position, url in enumerate(entries):
         where = f"inference.base_urls[{position}]"
-        if isinstance(url, str) and (problem := base_url_problem(url)):
+        problem = source_problem(url, ENGINES) if is_source(url) else base_url_problem(url)
+        if problem:
             yield where, problem
+        elif is_source(url) and url in entries[:position]:
+            yield where, f'"{url}" is named twice'
 
 
 def _initial_weights(data: Mapping[str, Any]) -> Iterator[Problem]:
     inference = _table(data, "inference")
     initial, path = inference.get("initial_weights"), "inference.initial_weights"
+    sent = "local" not in data and inference.get("weight_update") == "trainer"
+    if sent and _table(data, "trainer").get("versions_dir") is not None:
+        yield (
+            "trainer.versions_dir",
+            'with weight_update = "trainer" versions are sent by the trainer; remove this',
+        )
     if initial is None:
         return
+    if sent and initial != FROM_TRAINER:
+        yield (
+            path,
+            'with weight_update = "trainer" nothing is loaded from a folder; set it to "trainer", or remove it',
+        )
     if "local" not in data and inference.get("weight_update", "none") == "none":
         yield path, 'weight_update = "none" loads no weights; set weight_update, or remove this'
     if initial == FROM_TRAINER and "local" in data and _table(data, "local").get("trainer", True):
@@ -213,6 +249,12 @@ def _exposure(data: Mapping[str, Any]) -> Iterator[Problem]:
     if isinstance(bind, str) and "://" not in bind:
         yield "trainer.bind", _no_scheme(bind)
         bind = None
+    moves = trainer.get("transport", "zmq") == "zmq" and isinstance(bind, str) and bind.endswith(":0")
+    if trainer.get("allow_rewind") and moves:
+        yield (
+            "trainer.bind",
+            "a run that restarts to be set back must be found again (trainer.allow_rewind): name a port other than 0, or an ipc address",
+        )
     guarded = trainer.get("secret_key_file") or trainer.get("insecure")
     if isinstance(bind, str) and not is_loopback(bind) and not guarded:
         yield (
@@ -231,17 +273,51 @@ def _exposure(data: Mapping[str, Any]) -> Iterator[Problem]:
                     f"{table}.env[{position}].id",
                     "a server that runs elsewhere serves a single id; make each of these an env of its own",
                 )
-            addresses = env.get("addresses")
-            for address in addresses if isinstance(addresses, list) else []:
-                if isinstance(address, str) and "://" not in address:
-                    yield f"{table}.env[{position}].addresses", _no_scheme(address)
-                    continue
-                open_wire = isinstance(address, str) and not is_loopback(address)
-                if open_wire and not env.get("server_key_file") and not env.get("insecure"):
-                    yield (
-                        f"{table}.env[{position}].addresses",
-                        f'"{address}" is off this machine; set server_key_file, or insecure = true',
-                    )
+            addresses = _entries(env.get("addresses"))
+            for number, address in enumerate(addresses):
+                problem = _address_problem(
+                    address, open_wire=not env.get("server_key_file") and not env.get("insecure")
+                )
+                if not problem and is_source(address) and address in addresses[:number]:
+                    problem = f'"{address}" is named twice'
+                if problem:
+                    yield f"{table}.env[{position}].addresses", problem
+
+
+def _entries(value: object) -> list[str]:
+    """The texts of a list, or the one that stands alone."""
+    entries = value if isinstance(value, list) else [value]
+    return [entry for entry in entries if isinstance(entry, str)]
+
+
+def _address_problem(address: str, *, open_wire: bool) -> str:
+    """What is wrong with an entry of an env's addresses; what a file names is looked at when it is read."""
+    if is_source(address) and ((problem := source_problem(address, SERVERS)) or address.startswith("file:")):
+        return problem
+    if "://" not in address:
+        return _no_scheme(address)
+    if not is_source(address) and (problem := server_address_problem(address)):
+        return problem
+    if open_wire and not is_loopback(address):
+        return f'"{address}" is off this machine; set server_key_file, or insecure = true'
+    return ""
+
+
+def _launchers(data: Mapping[str, Any]) -> Iterator[Problem]:
+    """Servers run elsewhere or are started, and only Ray is told what they take up."""
+    for table in ("train", "eval"):
+        for position, env in enumerate(_envs(data, table)):
+            on_ray = env.get("launcher", "process") == "ray"
+            if on_ray and env.get("addresses"):
+                yield (
+                    f"{table}.env[{position}].launcher",
+                    "servers at addresses run already, so that Ray has none to start; remove one of the two",
+                )
+            if not on_ray and env.get("resources", RESOURCES) != RESOURCES:
+                yield (
+                    f"{table}.env[{position}].resources",
+                    'only launcher = "ray" reserves them; set it, or remove this',
+                )
 
 
 def _no_scheme(address: str) -> str:

@@ -1,11 +1,15 @@
-"""The tables of environments: [train] and [eval] with an entry for each env, and [domains.NAME]."""
+"""The tables of environments: [train] and [eval] with an entry for each env, [domains.NAME], and [ray]."""
 
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
-from orchestrator.config.section import Positive, Seconds, Section, Share
+from orchestrator.config.section import Entries, Positive, Seconds, Section, Share
+from orchestrator.config.sections import CurriculumConfig
+
+RESOURCES = {"CPU": 1.0}
+"""What a server on Ray takes up unless an env says otherwise."""
 
 
 def _one_or_several(value: Any) -> Any:
@@ -29,8 +33,13 @@ class EnvSection(Section):
     """Interpreter of the env servers, when the environment needs its own virtualenv."""
     workers: Positive = 1
     """Env server processes to spawn."""
-    addresses: list[str] = []
-    """Servers that run elsewhere, instead of spawned ones."""
+    addresses: Entries = []
+    """Servers that run elsewhere, instead of spawned ones: addresses, or sources that name them and are followed
+    (dns+tcp://NAME:PORT, file:PATH; docs/discovery.md)."""
+    launcher: Literal["process", "ray"] = "process"
+    """Where servers are started: as processes of this machine, or as actors on the nodes of a Ray cluster (docs/ray.md)."""
+    resources: dict[str, Annotated[float, Field(ge=0)]] = RESOURCES
+    """What a server on Ray takes up of its node: CPU, GPU, memory, or resources of the cluster's own."""
     capacity: Positive = 256
     """Rollouts that one spawned server runs at once."""
     system_prompt: str | None = None
@@ -42,7 +51,7 @@ class EnvSection(Section):
     silence_timeout_s: Seconds = 30
     """A server that does not answer for this long is restarted."""
     reconnect_timeout_s: Seconds = 600
-    """How long a server that runs elsewhere may be away."""
+    """How long there may be no ready server, where they run elsewhere; then the run ends."""
     max_restarts: Annotated[int, Field(ge=0)] = 5
     """Restarts of one server within restart_window_s before the environment counts as lost."""
     restart_window_s: Seconds = 600
@@ -89,6 +98,8 @@ class TrainEnvSection(EnvSection):
     """Most rollouts of this env in flight."""
     rollouts_per_minute: Annotated[float, Field(gt=0)] | None = None
     """Most rollouts of this env started per minute."""
+    curriculum: CurriculumConfig | None = None
+    """Which task of this env next; takes the place of [curriculum] as a whole."""
 
 
 class TrainConfig(Section):
@@ -135,6 +146,17 @@ class EvalConfig(Section):
     defaults (generation_config.json) hold."""
     env: list[EvalEnvSection] = []
     """The environments, one [[eval.env]] each."""
+
+
+class RayConfig(Section):
+    """The cluster of environments with launcher = "ray"."""
+
+    address: str | None = None
+    """Where it is: host:port of its head, or "auto" for the one that this machine is a node of. Unset: what the variable
+    RAY_ADDRESS names, else a small one on this machine that ends with the run."""
+    runtime_env: dict[str, Any] = {}
+    """Handed to Ray as it is, to bring an environment's modules, packages and variables to the nodes (working_dir, pip,
+    env_vars, …)."""
 
 
 class DomainConfig(Section):

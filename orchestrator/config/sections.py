@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
-from orchestrator.config.section import Positive, Seconds, Section
+from orchestrator.config.section import Entries, Positive, Seconds, Section
 from orchestrator.mix.breaker import PROBE, RESTORE, TRIP, WINDOW
 
 MOST_SEQUENCES = 1_000_000
@@ -32,11 +32,12 @@ class ModelConfig(Section):
 class InferenceConfig(Section):
     """The inference servers."""
 
-    base_urls: list[str] = []
-    """OpenAI-compatible endpoints, each with its /v1."""
+    base_urls: Entries = []
+    """OpenAI-compatible endpoints, each with its /v1; or sources that name them and are followed (dns+http://NAME:PORT/v1,
+    file:PATH; docs/discovery.md)."""
     weight_update: str = "none"
-    """How new weights reach the servers: none (they never do), vllm, sglang, or "module:attr" of an async function that
-    takes an UpdateRequest. With [local] it is not looked at: the policy server there loads every published version."""
+    """How new weights reach the servers: none (they never do), vllm (from a folder), sglang (the same, untried: written by its documentation), vllm_lora (a folder with a LoRA
+    adapter), trainer (it sends them itself, see `trainer.updating`), or "module:attr" of an async function that takes an UpdateRequest. With [local] it is not looked at: the policy server there loads every published version."""
     initial_weights: str | None = None
     """Folder of the weights that a fresh run begins with; every server loads it before it gets work. "trainer": the trainer
     publishes version 0 before the first batch. Unset: the weights that the servers were started with, and a server that
@@ -124,6 +125,26 @@ class MixConfig(Section):
         return {**self.options, "breaker": settings if self.breaker.enabled else False}
 
 
+class CurriculumConfig(Section):
+    """Which task of an environment next. A train env's own table `curriculum` takes the place of this one for it."""
+
+    strategy: str = "uniform"
+    """uniform: every task once, in a shuffled order, then again in another one. difficulty: pools of easy, medium and hard
+    tasks by their recent solve rate, each with its share. frontier: prefers tasks that are sometimes solved and sometimes
+    not, whose groups teach most. Or "module:Class" of your own. Tasks without end come in their order under each."""
+    options: dict[str, Any] = {}
+    """Passed to the strategy. difficulty has the shares easy (0.05), medium (0.9) and hard (0.05), which sum to 1; the solve
+    rates hard_below (0.2) and easy_above (0.8), which part the pools; retire_above (0.95), from which an easy task
+    retires (2: never); and checkup (0.02), the share of tasks that look at a retired one. uniform and frontier have
+    none. A strategy of your own gets what its constructor names."""
+    explore: Annotated[float, Field(gt=0, le=1)] = 0.05
+    """Share of the tasks that come in turn, whatever the strategy says, so that none is left out for ever. uniform does
+    not look at it."""
+    reward_range: Annotated[list[float], Field(min_length=2, max_length=2)] = [0.0, 1.0]
+    """Mean rewards of a task that is never solved and of one that always is; what lies between is its solve rate, what
+    lies outside counts as the nearer end."""
+
+
 class BatchConfig(Section):
     """What the trainer gets."""
 
@@ -131,6 +152,12 @@ class BatchConfig(Section):
     """Sequences in a batch, exactly, at most 1,000,000; with unit = "tokens", the token budget that is never exceeded."""
     unit: Literal["sequences", "tokens"] = "sequences"
     """What size counts."""
+    mix: Literal["even", "oldest"] = "even"
+    """Which of the queued groups make the next batch. even: of each env its oldest, as many as its share of a batch, as nearly
+    as what is queued allows; and with staleness.mode = "pace", max_versions above 0 and a trainer that publishes with every
+    step no env takes more than its share of the work under way while another has less. oldest: the oldest of all, so that only many batches together follow the mix targets; right for
+    a strategy of your own that means another mix than the ratios say. Neither waits for an env. With quotas, or unit =
+    "tokens", batches are made as these say."""
     quotas: bool = False
     """Give every env an exact number of sequences in each batch, following the mix targets; minimums then only raise
     the targets."""
@@ -168,7 +195,8 @@ class DispatchConfig(Section):
     group_timeout_s: Seconds = 1800
     """Longest group, retries included."""
     max_attempts: Positive = 3
-    """Attempts at one rollout before it counts as failed."""
+    """Attempts at one rollout before it counts as failed. Not charged, up to eight times: a server that stops, an engine that
+    cannot be reached."""
     backoff_s: Seconds = 0.5
     """Pause before the second attempt; doubles for each further one."""
     max_backoff_s: Seconds = 30
@@ -214,9 +242,15 @@ class TrainerConfig(Section):
     """Shared directory of the filesystem transport; <run_dir>/trainer when unset."""
     world_size: Positive = 1
     """Ranks of the trainer, each of which gets its share of every batch."""
+    ahead: Positive = 2
+    """Batches that may be formed and not trained on: the one in the trainer's hands, and the next. Raise it for a trainer that takes more
+    of them before it trains (orchestrator bridge atropos --ahead); staleness.max_versions must be at least ahead - 1 for it to be reached."""
     keep_batches: Annotated[int, Field(ge=0)] | Literal["checkpoint"] = 4
     """Acknowledged batches that can be asked for again; it costs disk, and neither starts nor holds back rollouts.
     "checkpoint": all since the last step that the trainer reported as saved (trainer.checkpointed)."""
+    allow_rewind: bool = False
+    """Whether a trainer that resumes from an older step than batches are kept of (TrainerClient(…, resume_after=N, rewind=True)) has
+    the run set back to that step: it restarts as with `orchestrator run --rewind-to N`, when every rank asks for it."""
     versions_dir: Path | None = None
     """Directory of step_N folders with a STABLE marker, when versions are published that way."""
     secret_key_file: str | None = None

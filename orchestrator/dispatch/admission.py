@@ -3,7 +3,7 @@
 An env may open a group while it has a server with room, is below its caps, and the group could be trained in time
 (`pace`) without the queue growing beyond its bound. What the next batch cannot do without is admitted beyond pace and
 bound, and only as much of it as is needed: holding it back would be holding everything back for ever. The answer is
-computed from what is, at every call; nothing is remembered that could be left behind. Pure.
+computed from what is: what was computed before is used again only while all that it follows from is the same. Pure.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -13,6 +13,8 @@ from orchestrator.dispatch.limits import TokenBucket
 from orchestrator.dispatch.pace import Pace
 from orchestrator.dispatch.ports import EnvRules, Queue
 from orchestrator.dispatch.waits import Wait, WaitKind
+
+TOO_OLD = Wait(WaitKind.TRAINER, "the trainer (more work now would be too old when it is trained on)")
 
 
 class Admission:
@@ -41,6 +43,8 @@ class Admission:
         self._bound = bound
         self._closed = closed
         self._held = held
+        self._seen: tuple[tuple[int, ...], ...] = ()
+        self._looked: tuple[Collection[str], Mapping[str, Wait | None]] = ((), {})
         self._buckets = {
             name: TokenBucket(env.rollouts_per_minute, burst=env.group_size, now=now)
             for name, env in train.items()
@@ -50,30 +54,33 @@ class Admission:
     def eligible(self, now: float) -> list[list[str]]:
         """Envs that may open a group, the best choices first: the next of them only where none of these has a task.
 
-        Where the next batch needs some, those come first and alone. Beyond what pace allows, the smallest of their
+        Envs that have less under way than their share of the batches ahead come before those that have more: the room
+        of a lost group goes to its own env, and a fast env does not take that of a slow one. Where the next batch needs some, those come first and alone. Beyond what pace allows, the smallest of their
         groups comes first: what is left over of it, no later batch may be able to use.
         """
         if self._closed() is not None or self._pace.engines_behind:
             return []
-        able = [name for name in self._train if self._limit(name, now) is None]
+        needed, crowded = self._look()
+        # Before servers and caps are asked: mostly it is the pace that keeps all envs from it.
+        asked = [name for name in self._train if crowded[name] is None or name in needed]
+        able = [name for name in asked if self._limit(name, now) is None]
         if not able:
             return []
-        needed = self._queue.needed(self._pace.coming)
+        behind = self._behind(able)
         starved = [name for name in able if name in needed]
-        crowded = self._crowded()
         if not starved:
-            return [[name for name in able if crowded(name) is None]]
-        in_time = [name for name in starved if crowded(name) is None]
+            return [behind, able]
+        in_time = [name for name in starved if crowded[name] is None]
         sizes = {name: self._queue.expected(name) for name in starved}
         smallest = [name for name in starved if sizes[name] == min(sizes.values())]
-        return [in_time, smallest, starved]
+        return [[name for name in in_time if name in behind], in_time, smallest, starved]
 
     def held_up(self, now: float) -> bool:
         """Whether an env could open a group, were it not for the work that is under way already."""
         if self._closed() is not None or self._pace.engines_behind:
             return False
-        crowded = self._crowded()
-        return any(self._limit(name, now) is None and crowded(name) is not None for name in self._train)
+        _, crowded = self._look()
+        return any(crowded[name] is not None and self._limit(name, now) is None for name in self._train)
 
     def waits(self, now: float) -> list[Wait]:
         """What keeps training envs from opening a group, one entry for each reason."""
@@ -83,9 +90,9 @@ class Admission:
         if self._pace.engines_behind:
             return [Wait(WaitKind.WEIGHTS, "the inference servers to load the newest version")]
         found: dict[Wait, list[str]] = {}
-        crowded = self._crowded()
+        _, crowded = self._look()
         for name in self._train:
-            wait = self._limit(name, now) or crowded(name)
+            wait = self._limit(name, now) or crowded[name]
             if wait is not None:
                 found.setdefault(wait, []).append(name)
         return [wait.of(names, all_of=len(names) == len(self._train)) for wait, names in found.items()]
@@ -123,17 +130,24 @@ class Admission:
             return Wait(WaitKind.RATE, f"its rate of {rules.rollouts_per_minute:g} a minute", until=ready)
         return None
 
-    def _crowded(self) -> Callable[[str], Wait | None]:
-        """Whether the work ahead of a new group is too much: for the trainer's pace, or for the queue."""
+    def _look(self) -> tuple[Collection[str], Mapping[str, Wait | None]]:
+        """What the next batch needs, and for which envs the work ahead of a new group is too much: for the trainer's pace, or for
+        the queue. The same as the last time as long as nothing has changed that it follows from."""
+        seen = self._pace.outlook, self._queue.revision
+        if seen != self._seen:
+            self._seen, self._looked = seen, (self._queue.needed(self._pace.coming), self._crowded())
+        return self._looked
+
+    def _behind(self, able: list[str]) -> list[str]:
+        """Those of them that have not used up their share of the room; all where room is not what is scarce."""
+        batches = self._pace.shared_out
+        behind = self._queue.behind(self._pace.coming, batches) if batches is not None else None
+        return able if behind is None else [name for name in able if name in behind]
+
+    def _crowded(self) -> dict[str, Wait | None]:
         room = self._pace.room(self._queue.queued_by_version(), self._queue.minimums(), self._queue.reserved)
         full = sum(self._queue.queued().values()) >= self._bound
-
-        def crowded(name: str) -> Wait | None:
-            if not room.admits(name, self._queue.expected(name)):
-                text = "the trainer (more work now would be too old when it is trained on)"
-                return Wait(WaitKind.TRAINER, text)
-            return (
-                Wait(WaitKind.QUEUE, "the trainer (the queue is full, batch.max_buffered)") if full else None
-            )
-
-        return crowded
+        queue = Wait(WaitKind.QUEUE, "the trainer (the queue is full, batch.max_buffered)") if full else None
+        return {
+            name: queue if room.admits(name, self._queue.expected(name)) else TOO_OLD for name in self._train
+        }

@@ -38,10 +38,13 @@ class Backlog:
         self._common = batch - sum(minimums.values())
         self._by_version: dict[int, list[tuple[str, int]]] = {}
         self._of_env: dict[str, int] = {}
+        self._total = sum(work.values())
         for (env, version), size in work.items():
             self._by_version.setdefault(version, []).append((env, size))
             self._of_env[env] = self._of_env.get(env, 0) + size
-        self._beyond: Mapping[str, int] | None = None
+        self._beyond: Mapping[str, int] = {}
+        self._needs: int | None = None
+        self._needs_for: tuple[int, Mapping[str, int]] | None = None
 
     def levels(self) -> Iterator[Level]:
         """From the oldest version on; each names the work of the ones before it too, until the next is asked for."""
@@ -74,19 +77,25 @@ class Backlog:
         left = self._left(version)
         if left < 1:
             return False
-        if self._beyond is None:
+        if not self._minimums and not reserved:
+            # All room is common to all, so that only the sum counts.
+            return self._total + size <= left * self._batch
+        if self._needs is None or self._needs_for != (version, reserved):
             self._beyond = {}
             for level in self.levels():
                 self._beyond = level.beyond
-        before = self._beyond
+            envs = self._of_env.keys() | self._minimums.keys() | reserved.keys()
+            self._needs = sum(self._need(name, 0, left, reserved) for name in envs)
+            self._needs_for = version, reserved
+        # Only this env's need differs from what all have without it: that of an env with nothing is 0.
+        more = self._need(env, size, left, reserved) - self._need(env, 0, left, reserved)
+        return self._needs + more <= left * self._batch
 
-        def need(name: str, more: int) -> int:
-            own = left * self._minimums.get(name, 0)
-            beyond = max(before.get(name, 0), self._of_env.get(name, 0) + more - own)
-            return max(own + beyond, reserved.get(name, 0))
-
-        envs = self._of_env.keys() | self._minimums.keys() | reserved.keys() | {env}
-        return sum(need(name, size if name == env else 0) for name in envs) <= left * self._batch
+    def _need(self, env: str, more: int, left: int, reserved: Mapping[str, int]) -> int:
+        """What an env's work and its minimums take of the batches left, with so much more of it."""
+        own = left * self._minimums.get(env, 0)
+        beyond = max(self._beyond.get(env, 0), self._of_env.get(env, 0) + more - own)
+        return max(own + beyond, reserved.get(env, 0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,26 +111,42 @@ class NextBatch:
 
 
 def plan_next(
-    queued: Work, coming: Work, left: Left, *, batch: int, minimums: Mapping[str, int]
+    queued: Work,
+    coming: Work,
+    left: Left,
+    *,
+    batch: int,
+    minimums: Mapping[str, int],
+    due: Mapping[str, int],
 ) -> NextBatch:
     """The next batch takes of each env its minimum, and then what could not be trained in time after it.
 
-    Where that is not queued yet, but coming, the batch waits for the oldest of it.
+    Where any of several envs would do, each gives up to what it is `due` before one gives more. Where it is not queued
+    yet, but coming, the batch waits for the oldest of it.
     """
-    plan = _Plan(queued, coming, lambda version: left(version) - 1, batch, minimums)
+    plan = _Plan(queued, coming, lambda version: left(version) - 1, batch, minimums, due)
     plan.take_what_must_be()
     return NextBatch(plan.least, plan.held_by(), plan.fits)
 
 
 class _Plan:
     def __init__(
-        self, queued: Work, coming: Work, left: Left, batch: int, minimums: Mapping[str, int]
+        self,
+        queued: Work,
+        coming: Work,
+        left: Left,
+        batch: int,
+        minimums: Mapping[str, int],
+        due: Mapping[str, int],
     ) -> None:
+        self._due = due
         self._queued = sorted((version, env, size) for (env, version), size in queued.items())
         self._coming = coming
         self._left = left
         self._batch = batch
         self._minimums = minimums
+        self._fits = False
+        """Whether all that the least leaves behind is known to fit."""
         total: dict[str, int] = {}
         for _, env, size in self._queued:
             total[env] = total.get(env, 0) + size
@@ -133,33 +158,57 @@ class _Plan:
         Every round settles a version, or uses an env up to it: as many rounds as there are envs and versions, at most.
         """
         spent: set[tuple[str, int]] = set()
+        self._fits = False
         while (room := self._batch - sum(self.least.values())) > 0:
-            found = self._most_urgent(spent, room)
-            if found is None:
+            if not self._take_most_urgent(spent, room):
                 return
-            env, version, size = found
-            self.least[env] += min(size, room)
-            spent.add((env, version))
 
-    def _most_urgent(self, spent: set[tuple[str, int]], room: int) -> tuple[str, int, int] | None:
-        """Of which env more must be taken, up to which version, and how much."""
+    def _take_most_urgent(self, spent: set[tuple[str, int]], room: int) -> bool:
+        """Take more of the envs that need most, up to the first version whose work does not fit; whether there was any.
+
+        What is taken of one env changes nothing for the others at that version, nor for versions before it.
+        """
+        self._fits = True
         for level in self._behind(self._remaining()).levels():
             if level.over <= 0:
                 continue
-            if level.over > room:
+            self._fits = False
+            over = level.over
+            if over > room:
                 # Not all of it can be trained in time, whatever is taken.
-                return None
-            for env, beyond in sorted(level.beyond.items(), key=lambda item: -item[1]):
-                there = sum(
-                    size for version, name, size in self._queued if name == env and version <= level.version
-                )
-                size = min(level.over, beyond, there - self.least.get(env, 0))
-                if size > 0 and (env, level.version) not in spent:
-                    return env, level.version, size
-        return None
+                return False
+            for env, size in self._shares(level, over, spent):
+                self.least[env] += size
+                spent.add((env, level.version))
+                over -= size
+            if over < level.over:
+                return True
+        return False
+
+    def _shares(self, level: Level, over: int, spent: set[tuple[str, int]]) -> list[tuple[str, int]]:
+        """What each env gives of what is over: up to its due first, then those that have most."""
+        there: dict[str, int] = {}
+        for version, env, size in self._queued:
+            if version <= level.version:
+                there[env] = there.get(env, 0) + size
+        can: dict[str, int] = {}
+        for env, beyond in sorted(level.beyond.items(), key=lambda item: -item[1]):
+            if (env, level.version) in spent:
+                continue
+            if (most := min(beyond, there.get(env, 0) - self.least.get(env, 0))) > 0:
+                can[env] = most
+        gives = dict.fromkeys(can, 0)
+        for bounds in ({env: self._due.get(env, 0) - self.least[env] for env in can}, can):
+            for env, most in can.items():
+                size = min(over, most - gives[env], max(0, bounds[env]))
+                gives[env] += size
+                over -= size
+        return [(env, size) for env, size in gives.items() if size]
 
     def held_by(self) -> tuple[str, int] | None:
         """The env and version of work in flight without which the next batch would leave too much behind."""
+        if self._fits:
+            return None
         for level in self._behind(self._remaining()).levels():
             if level.over > 0:
                 awaited = [

@@ -8,7 +8,6 @@ enforced here and nowhere else; no work per event grows with what is in flight. 
 
 import heapq
 import itertools
-from collections import deque
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 from envs.backoff import backoff_s
 from envs.wire import Result
 from orchestrator.dispatch.admission import Admission
+from orchestrator.dispatch.charges import ENDPOINT_LOST, next_attempt
 from orchestrator.dispatch.flight import Flight, Key
 from orchestrator.dispatch.ledger import Lane, Ledger, Outcome
 from orchestrator.dispatch.limits import Ramp
@@ -34,8 +34,8 @@ from orchestrator.dispatch.ports import (
     Source,
     StartAttempt,
 )
-from orchestrator.dispatch.suspects import Suspects
 from orchestrator.dispatch.versions import Versions
+from orchestrator.dispatch.waiting import Waiting
 from orchestrator.dispatch.waits import Wait, WaitKind
 from orchestrator.dispatch.work import Attempt, PendingGroup, Verdict
 
@@ -87,8 +87,7 @@ class Dispatcher:
         self.ledger = ledger
         self._ramp = Ramp(ramp_s=rules.ramp_s, now=now)
         self._out: list[Instruction] = []
-        self._ready: dict[Key, deque[Attempt]] = {key: deque() for key in self._env_rules}
-        self._suspects: dict[Key, Suspects] = {key: Suspects() for key in self._env_rules}
+        self._waiting = Waiting(self._env_rules)
         self._backoff: list[tuple[float, int, Attempt]] = []
         self._sequence = itertools.count()
         self.flight = Flight(self._env_rules)
@@ -109,35 +108,39 @@ class Dispatcher:
     def fail(self, attempt: Attempt, kind: str, *, retryable: bool, now: float) -> None:
         """An attempt failed; it is tried again when that may help and attempts are left."""
         if not attempt.ended:
+            again = self._again(attempt, kind) if retryable else None
             kind = self.ledger.kind(attempt.group.lane, attempt.group.env, kind)
             self._end(attempt, Outcome.FAILED, kind)
-            self._again_or_failed(attempt, kind, retryable=retryable, now=now)
+            self._again_or_failed(attempt, again, kind, now)
 
     def lose(self, attempt: Attempt, together: int, now: float) -> None:
         """The server under an attempt died, with `together` requests on it; see `suspects` for what follows."""
         if attempt.ended:
             return
-        suspects = self._suspects[attempt.group.lane, attempt.group.env]
-        charged = suspects.lost(attempt, together)
-        self._end(attempt, Outcome.LOST)
         group = attempt.group
+        key = group.lane, group.env
+        charged = self._waiting.suspects[key].lost(attempt, together)
+        self._end(attempt, Outcome.LOST)
         if group.closed or (charged and attempt.number >= self._rules_of(group).max_attempts):
             group.failed += attempt.count
             group.failure = "server_lost"
             self._settle(group)
             return
-        suspects.add(
-            Attempt(
-                group=group, count=attempt.count, number=attempt.number + charged, suspect=attempt.suspect + 1
-            )
+        again = Attempt(
+            group=group,
+            count=attempt.count,
+            number=attempt.number + charged,
+            free=attempt.free,
+            suspect=attempt.suspect + 1,
         )
+        self._waiting.add_suspect(key, again)
         group.waiting += 1
 
     def lose_endpoint(self, endpoint: Any, now: float) -> None:
         """Rollouts on this endpoint will not come back; each is tried again elsewhere. Rare, so a scan is fine."""
         for attempt in [attempt for attempt in self.flight.attempts() if attempt.endpoint is endpoint]:
             self._out.append(CancelAttempt(attempt))
-            self.fail(attempt, "endpoint_lost", retryable=True, now=now)
+            self.fail(attempt, ENDPOINT_LOST, retryable=True, now=now)
 
     def drop_stale(self) -> None:
         """Give up open training groups that could not be trained in time any more; their tasks are asked again."""
@@ -187,7 +190,7 @@ class Dispatcher:
         while self._backoff and self._backoff[0][0] <= now:
             _, _, attempt = heapq.heappop(self._backoff)
             if not attempt.group.closed:
-                self._ready[attempt.group.lane, attempt.group.env].appendleft(attempt)
+                self._waiting.add_first((attempt.group.lane, attempt.group.env), attempt)
         limit = self._limit(now)
         return all(self._start_one(limit, now) for _ in range(at_most))
 
@@ -221,10 +224,10 @@ class Dispatcher:
     def _held_waits(self, limit: int) -> list[Wait]:
         """What waits on purpose, though there is room: suspects, and evaluations that have their share of the slots."""
         found = []
-        held = [env for (_, env), suspects in self._suspects.items() if suspects.waiting]
+        held = self._waiting.suspected()
         if held:
             text = "rollouts that were on a server when it died, asked again a few at a time"
-            found.append(Wait(WaitKind.SUSPECTS, text).of(list(dict.fromkeys(held)), all_of=False))
+            found.append(Wait(WaitKind.SUSPECTS, text).of(held, all_of=False))
         waiting = self._eval_source.waiting
         if waiting and not self._eval_room(1, limit):
             text = "a slot for evaluations, which have half of them while training goes on"
@@ -262,11 +265,7 @@ class Dispatcher:
         if attempt.server is None:
             self._placement.release(endpoint, attempt.count)
             return False
-        suspects = self._suspects[key]
-        if attempt.suspect:
-            suspects.started(attempt)
-        else:
-            self._ready[key].popleft()
+        self._waiting.started(key, attempt)
         group.endpoint = attempt.endpoint = endpoint
         group.waiting -= 1
         group.running[attempt] = None
@@ -279,18 +278,14 @@ class Dispatcher:
 
     def _next_ready(self, limit: int) -> Attempt | None:
         """The first waiting attempt whose env would take it: evaluations first, then groups already open."""
-        for key, queue in self._ready.items():
-            lane, env = key
-            while queue and queue[0].group.closed:
-                queue.popleft()
-            for attempt in (queue[0] if queue else None, self._suspects[key].next()):
-                if attempt is None or not self._env_rules[key].port.has_room(attempt.count):
-                    continue
-                if lane is Lane.EVAL:
-                    if self._eval_room(attempt.count, limit):
-                        return attempt
-                elif self._training is not None and self._training.admission.under_cap(env, attempt.count):
+        for (lane, env), attempt in self._waiting.firsts():
+            if not self._env_rules[lane, env].port.has_room(attempt.count):
+                continue
+            if lane is Lane.EVAL:
+                if self._eval_room(attempt.count, limit):
                     return attempt
+            elif self._training is not None and self._training.admission.under_cap(env, attempt.count):
+                return attempt
         return None
 
     def _eval_room(self, count: int, limit: int) -> bool:
@@ -303,8 +298,8 @@ class Dispatcher:
             return False
         with_room = [
             name
-            for name, env in self._evals.items()
-            if env.port.has_room(1) and not self._ready[Lane.EVAL, name]
+            for name in self._waiting.without(Lane.EVAL, self._evals)
+            if self._evals[name].port.has_room(1)
         ]
         found = self._eval_source.next_eval(with_room)
         if found is None:
@@ -328,7 +323,7 @@ class Dispatcher:
         if training is None:
             return False
         for tier in training.admission.eligible(now):
-            eligible = [name for name in tier if not self._ready[Lane.TRAIN, name]]
+            eligible = self._waiting.without(Lane.TRAIN, tier)
             task = training.source.try_next_task(eligible) if eligible else None
             if task is not None:
                 break
@@ -353,11 +348,10 @@ class Dispatcher:
         return True
 
     def _open(self, group: PendingGroup) -> None:
-        key = group.lane, group.env
         counts: Iterable[int] = [group.size] if group.group_scored else [1] * (group.size + group.extra)
-        for count in counts:
-            self._ready[key].append(Attempt(group=group, count=count))
-            group.waiting += 1
+        attempts = [Attempt(group=group, count=count) for count in counts]
+        self._waiting.add((group.lane, group.env), attempts)
+        group.waiting += len(attempts)
         self.flight.open(group)
 
     # --- ending ----------------------------------------------------------------------------------------------------
@@ -365,12 +359,15 @@ class Dispatcher:
     def _rules_of(self, group: PendingGroup) -> EnvRules:
         return self._env_rules[group.lane, group.env]
 
-    def _again_or_failed(self, attempt: Attempt, kind: str, *, retryable: bool, now: float) -> None:
+    def _again(self, attempt: Attempt, kind: str) -> Attempt | None:
+        return next_attempt(attempt, kind, max_attempts=self._rules_of(attempt.group).max_attempts)
+
+    def _again_or_failed(self, attempt: Attempt, again: Attempt | None, kind: str, now: float) -> None:
         """An attempt ended badly and is booked: ask again after a pause, or count the line as failed."""
         group = attempt.group
-        if retryable and attempt.number < self._rules_of(group).max_attempts and not group.closed:
-            again = Attempt(group=group, count=attempt.count, number=attempt.number + 1)
-            pause = backoff_s(attempt.number, first_s=self._rules.backoff_s, max_s=self._rules.max_backoff_s)
+        if again is not None and not group.closed:
+            failures = attempt.number + attempt.free
+            pause = backoff_s(failures, first_s=self._rules.backoff_s, max_s=self._rules.max_backoff_s)
             heapq.heappush(self._backoff, (now + pause, next(self._sequence), again))
             group.waiting += 1
             return
@@ -381,12 +378,11 @@ class Dispatcher:
     def _end(self, attempt: Attempt, outcome: Outcome, detail: str = "") -> None:
         """Book an attempt's end, once."""
         group = attempt.group
-        key = group.lane, group.env
         attempt.ended = True
         self.flight.end(attempt)
         del group.running[attempt]
         if attempt.suspect:
-            self._suspects[key].ended(attempt)
+            self._waiting.suspects[group.lane, group.env].ended(attempt)
         self._placement.release(attempt.endpoint, attempt.count)
         self.ledger.end(group.lane, group.env, attempt.count, outcome, detail)
 
@@ -416,7 +412,7 @@ class Dispatcher:
             self._out.append(CancelAttempt(attempt))
             self._placement.note_failure(attempt.endpoint, "timed_out")
             self._end(attempt, Outcome.TIMED_OUT)
-            self._again_or_failed(attempt, "timed_out", retryable=True, now=now)
+            self._again_or_failed(attempt, self._again(attempt, "timed_out"), "timed_out", now)
         for group in self.flight.overdue_groups(now):
             self._overdue(group)
 

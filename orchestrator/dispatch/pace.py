@@ -77,9 +77,28 @@ class Pace:
         return self._by_env
 
     @property
+    def outlook(self) -> tuple[int, ...]:
+        """Differs whenever what is open does, or anything in the book of versions."""
+        return self.revision, *self._versions.revision
+
+    @property
     def engines_behind(self) -> bool:
         """Whether nothing that the engines sample now could be trained on any more."""
         return self._versions.steps_left(self._versions.serving) < 1
+
+    @property
+    def shared_out(self) -> int | None:
+        """How many batches ahead have their room shared out among envs; None where whoever is quickest may have it.
+
+        Without a bound there is nothing to share. With a single batch ahead, the one that everything waits for, the room of
+        a lost group is best had by whoever fills it soonest. And a share of the room is a share of what is delivered only
+        where work of all envs is under way for as many batches, because a version with every step makes it so: where
+        versions are seldom, a quick env would use its room many times while a slow one uses its own once.
+        """
+        versions = self._versions
+        if self.mode == "drop" or not versions.max_versions or not versions.every_step:
+            return None
+        return versions.steps_left(versions.serving)
 
     def room(
         self, queued: Work, minimums: Mapping[str, int], reserved: Callable[[int], Mapping[str, int]]
@@ -90,16 +109,23 @@ class Pace:
         """
         if self.mode == "drop":
             return Room(self._versions, None, {})
-        work = Counter(self._open)
-        work.update(queued)
+        work = dict(self._open)
+        for key, size in queued.items():
+            work[key] = work.get(key, 0) + size
         left = self._versions.steps_left
         backlog = Backlog(work, left, batch=self._capacity(), minimums=minimums)
         return Room(self._versions, backlog, reserved(max(0, left(self._versions.serving))))
 
     def plan_next(
-        self, queued: Work, available: Collection[str], minimums: Mapping[str, int]
+        self,
+        queued: Work,
+        available: Collection[str],
+        minimums: Mapping[str, int],
+        due: Mapping[str, int],
     ) -> NextBatch | None:
         """What the next batch must have or wait for; None where anything will do.
+
+        `due` is what it should have of each env, where any would do.
 
         Groups of envs that have no server now are not waited for, nor what no batch may hold any more.
         """
@@ -111,4 +137,4 @@ class Pace:
             for (env, version), size in self._open.items()
             if env in available and left(version) >= 1
         }
-        return plan_next(queued, coming, left, batch=self._capacity(), minimums=minimums)
+        return plan_next(queued, coming, left, batch=self._capacity(), minimums=minimums, due=due)

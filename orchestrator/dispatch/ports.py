@@ -4,6 +4,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import msgspec
+
 from orchestrator.dispatch.work import Attempt, PendingGroup
 from orchestrator.tasks.task import EvalTask, TrainTask
 
@@ -55,6 +57,10 @@ class EvalSource(Protocol):
 class Queue(Protocol):
     """What waits for a batch, in the unit of the batch."""
 
+    @property
+    def revision(self) -> tuple[int, ...]:
+        """Differs whenever an answer does that does not follow from versions and open groups."""
+
     def queued(self) -> Mapping[str, int]:
         """What each env has queued."""
 
@@ -69,6 +75,9 @@ class Queue(Protocol):
 
     def needed(self, coming: Mapping[str, int]) -> Collection[str]:
         """Envs of which the next batch needs more than is queued and coming; none while no batch is wanted."""
+
+    def behind(self, coming: Mapping[str, int], batches: int) -> Collection[str] | None:
+        """Envs that have less queued and coming than so many batches will have of them; None: any env may come next."""
 
     def expected(self, env: str) -> int:
         """What a group of an env will add at most, in all likelihood."""
@@ -104,29 +113,25 @@ class Rules:
     ramp_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class StartAttempt:
+class StartAttempt(msgspec.Struct, frozen=True):
     """Send this attempt to the server where room is reserved for it."""
 
     attempt: Attempt
 
 
-@dataclass(frozen=True, slots=True)
-class CancelAttempt:
+class CancelAttempt(msgspec.Struct, frozen=True):
     """The attempt is of no use any more; its end is booked already."""
 
     attempt: Attempt
 
 
-@dataclass(frozen=True, slots=True)
-class GroupCompleted:
+class GroupCompleted(msgspec.Struct, frozen=True):
     """Enough valid rollouts are there."""
 
     group: PendingGroup
 
 
-@dataclass(frozen=True, slots=True)
-class GroupDropped:
+class GroupDropped(msgspec.Struct, frozen=True):
     """The group ends without a result; `again` says whether its task is to be asked again."""
 
     group: PendingGroup

@@ -26,6 +26,8 @@ class Versions:
         self.trained = 0
         """Last step that was trained on."""
         self._history = [0]
+        self._trained_at = [0]
+        """The last step that was trained on when each of these was published."""
 
     @property
     def published(self) -> int:
@@ -37,15 +39,18 @@ class Versions:
         if version <= self.published:
             raise ValueError(f"version {version} is not newer than {self.published}")
         self._history.append(version)
-        del self._history[: -(self.max_versions + _HISTORY)]
+        self._trained_at.append(self.trained)
+        for remembered in (self._history, self._trained_at):
+            del remembered[: -(self.max_versions + _HISTORY)]
 
     def withdraw(self, version: int) -> None:
         """No inference server could load a version: it is as if it had never been published.
 
         Nor were those between it and the one that is served: they were passed over, and nobody will load them now.
         """
-        kept = [one for one in self._history if not self.serving < one <= version]
-        self._history = kept or self._history[:1]
+        book = list(zip(self._history, self._trained_at, strict=True))
+        kept = [(one, at) for one, at in book if not self.serving < one <= version] or book[:1]
+        self._history, self._trained_at = [one for one, _ in kept], [at for _, at in kept]
 
     def version_at(self, step: int) -> int:
         """The version that a step is trained on, if every step publishes the next number."""
@@ -67,19 +72,32 @@ class Versions:
         return self._history[at] if at < len(self._history) else self.published + 1 + at - len(self._history)
 
     @property
+    def every_step(self) -> bool:
+        """Whether the trainer publishes with every step: of as many of the last ones as may be trained on, at most one without."""
+        recent = self._trained_at[-(self.max_versions + 1) :]
+        return self.trained - recent[0] <= len(recent) + 1
+
+    @property
     def revision(self) -> tuple[int, int, int, int]:
         """Differs whenever anything in the book does."""
         return self.formed, self.trained, self.serving, self.published
 
     def state_dict(self) -> dict[str, Any]:
         """What a later process needs; steps are the journal's to know."""
-        return {"published": list(self._history), "serving": self.serving}
+        return {
+            "published": list(self._history),
+            "trained_at": list(self._trained_at),
+            "serving": self.serving,
+        }
 
     def load_state_dict(self, state: dict[str, Any], *, formed: int, trained: int) -> None:
         """Continue; the inference servers are brought to the last loaded version before dispatch."""
         self._history = list(state["published"])
         self.serving = state.get("serving", self.published)
         self.formed, self.trained = formed, trained
+        # Not in states of earlier releases: as if there had been one with every step.
+        count = len(self._history)
+        self._trained_at = list(state.get("trained_at") or range(trained - count, trained))
 
     def _newer(self, version: int) -> int:
         return len(self._history) - bisect_right(self._history, version)

@@ -5,9 +5,10 @@ failed one. It is complete with `size` valid rollouts, or with `needed` of them 
 env has one line that yields all rollouts. Pure bookkeeping; the dispatcher acts on what `verdict` says.
 """
 
-from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
+
+import msgspec
 
 from envs.wire import Result
 from orchestrator.dispatch.ledger import Lane
@@ -22,11 +23,10 @@ class Verdict(StrEnum):
     FAILED = "failed"
 
 
-@dataclass(slots=True, eq=False)
-class PendingGroup:
+class PendingGroup(msgspec.Struct, eq=False):
     """A group being assembled. `version` is the policy version at its first dispatch, `version_end` the newest that
     any of its endpoints had when a result came from it; `spans` has the same two for each result. `expected` is what
-    it will probably add to the queue."""
+    it will probably add to the queue, `slowest_s` the longest time of an attempt that brought a result."""
 
     task: TrainTask
     lane: Lane
@@ -39,12 +39,13 @@ class PendingGroup:
     extra: int = 0
     expected: int = 0
     endpoint: Any = None
-    results: list[Result] = field(default_factory=list)
-    spans: list[tuple[int, int]] = field(default_factory=list)
+    results: list[Result] = msgspec.field(default_factory=list)
+    spans: list[tuple[int, int]] = msgspec.field(default_factory=list)
     valid: int = 0
     failed: int = 0
     failure: str = ""
-    running: "dict[Attempt, None]" = field(default_factory=dict)
+    slowest_s: float = 0.0
+    running: "dict[Attempt, None]" = msgspec.field(default_factory=dict)
     waiting: int = 0
     closed: bool = False
     context: Any = None
@@ -70,17 +71,17 @@ class PendingGroup:
         return Verdict.OPEN
 
 
-@dataclass(slots=True, eq=False)
-class Attempt:
+class Attempt(msgspec.Struct, eq=False):
     """One attempt at one line of a group; `count` rollouts at once (1, or the whole group when group-scored).
 
-    `server` is where room was reserved for it, `request` what the driver sent, `suspect` counts
-    how often a server died under earlier attempts at the same line. `version` is what its endpoint had when it started.
+    `server` is where room was reserved for it, `request` what the driver sent. Of earlier attempts at the same line
+    `free` counts those that were not charged (`charges`), `suspect` those under which a server died. `version` is what its endpoint had when it started.
     """
 
     group: PendingGroup
     count: int
     number: int = 1
+    free: int = 0
     suspect: int = 0
     started: float = 0.0
     version: int = 0

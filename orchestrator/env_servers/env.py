@@ -5,10 +5,11 @@ supervises them until cancelled, `shutdown` ends them. `reserve` picks the least
 takes the room at once, `submit` sends a request there: what was planned can always be sent. Requests of a
 server that goes away fail at once, as retryable. All servers of an environment must declare the same; sampling
 arguments are computed once and travel in the handshake, not in requests. A group-scored environment is asked
-for whole groups only.
+for whole groups only. Servers that sources name come and go (`members`); what was planned on one that leaves still goes there.
 """
 
 import asyncio
+import itertools
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Self, TypeVar
@@ -17,10 +18,16 @@ import structlog
 import zmq
 
 from envs import wire
-from orchestrator.env_servers.launching import EnvSpec, ServerLauncher
-from orchestrator.env_servers.link import Link, LinkState
+from envs.inference_client import raise_descriptor_limit
+from orchestrator.discovery import Look, Membership, look_up
+from orchestrator.dispatch.placement import least_loaded
+from orchestrator.env_servers.absence import Absence
+from orchestrator.env_servers.launching import ServerLauncher
+from orchestrator.env_servers.link import Link
+from orchestrator.env_servers.members import Members, troubles
 from orchestrator.env_servers.requests import Answer, OnDone, RolloutRequest
-from orchestrator.env_servers.supervision import STOP_GRACE_S, RestartPolicy, ServerSlot
+from orchestrator.env_servers.spec import EnvSpec, RestartPolicy
+from orchestrator.env_servers.supervision import STOP_GRACE_S, ServerSlot
 from orchestrator.errors import EnvError
 
 __all__ = [
@@ -40,16 +47,31 @@ __all__ = [
 
 log = structlog.get_logger()
 
+_SOCKETS, _DESCRIPTORS = 4096, 8192
+"""Where sources name the servers, of which there may be many: three ZMQ sockets and four descriptors for each."""
+
 
 class Env:
     """One environment: its servers and what they declared."""
 
-    def __init__(self, spec: EnvSpec) -> None:
+    def __init__(self, spec: EnvSpec, *, look: Look = look_up) -> None:
         self.spec = spec
+        self.membership = Membership(spec.sources, of=f'env "{spec.name}"', listed=spec.addresses, look=look)
+        """Who the sources name."""
         self.on_free: Callable[[], None] = lambda: None
         """Called when room appears, or goes, other than by a request's end: a server became ready or was lost,
         a cancelled request stopped."""
         self._slots: list[ServerSlot] = []
+        self._members = Members(
+            spec.name,
+            self.membership,
+            build=self._build_member,
+            forget=lambda slot: self._started.forget(slot.name),
+            on_change=lambda: self._on_credit(False),
+            available=lambda: self.available,
+        )
+        self._absence = Absence(spec.name, most_s=spec.reconnect_timeout_s, explain=self._explain_absence)
+        self._numbers = itertools.count()
         self._links: list[Link] = []
         self._group_scored = False
         self._closed = False
@@ -84,49 +106,94 @@ class Env:
     @property
     def available(self) -> bool:
         """Whether any server is ready."""
-        return any(link.state is LinkState.READY for link in self._links)
+        for link in self._links:  # noqa: SIM110  asked for every env at every event, and three times as fast so
+            if link.serving:
+                return True
+        return False
 
     @property
     def ready_servers(self) -> int:
         """Servers that take requests now."""
-        return sum(link.state == "ready" for link in self._links)
+        return sum(link.serving for link in self._links)
 
     @property
     def restarts(self) -> int:
         """Restarts and reconnections of all servers so far."""
-        return sum(slot.restarts for slot in self._slots)
+        return sum(slot.restarts for slot in self._all_slots)
 
     @property
     def servers(self) -> int:
         """Servers that there should be."""
-        return len(self._slots)
+        return len(self._slots) + self._members.staying
+
+    @property
+    def missing(self) -> str:
+        """Why there is no server, where sources name them; empty where one is ready, or all are listed."""
+        return self._members.explain() if self.membership and not self.available else ""
+
+    def _explain_absence(self) -> str:
+        """Why there is no server, listed ones included."""
+        return "; ".join(filter(None, [troubles(self._slots), self.missing]))
+
+    @property
+    def _all_slots(self) -> list[ServerSlot]:
+        return [*self._slots, *self._members.slots]
+
+    @property
+    def nodes(self) -> dict[str, str]:
+        """Where ready servers run that are not on this machine, by server: the node, or the address."""
+        ready = [slot for slot in self._all_slots if slot.link is not None and slot.link.serving]
+        return {slot.name: slot.node for slot in ready if slot.node}
 
     def stats(self) -> dict[str, wire.ServerStats | None]:
         """The latest statistics of each server, by name."""
-        return {slot.name: slot.link.stats if slot.link is not None else None for slot in self._slots}
+        return {slot.name: slot.link.stats if slot.link is not None else None for slot in self._all_slots}
 
     async def spawn(self) -> None:
         """Start the servers; for servers elsewhere there is nothing to start."""
-        if self._slots:
+        if self._launcher is not None:
             raise EnvError(self.name, "spawn() was called already")
         self._context = zmq.Context()
+        if self.membership:
+            self._context.set(zmq.MAX_SOCKETS, _SOCKETS)
+            raise_descriptor_limit(_DESCRIPTORS)
         self._launcher = ServerLauncher(self.spec, self._context, self._waiting)
-        count = len(self.spec.addresses) or self.spec.workers
-        self._slots = [self._slot(self._launcher, number) for number in range(count)]
+        await self._launcher.prepare()
+        count = len(self.spec.addresses) if self.spec.elsewhere else self.spec.workers
+        self._slots = [self._slot(self._launcher, next(self._numbers)) for _ in range(count)]
         for slot in self._slots:
             slot.start()
 
     async def connect(self) -> None:
-        """Wait until every server is ready; EnvStartupError or EnvProtocolError when one will not be."""
-        if not self._slots and self.spec.addresses:
+        """Wait until every server is ready; EnvStartupError or EnvProtocolError when one will not be.
+
+        Of those that sources name, one is enough.
+        """
+        if self._launcher is None and self.spec.elsewhere:
             await self.spawn()
-        if not self._slots:
+        if self._launcher is None:
             raise EnvError(self.name, "connect() needs servers: call spawn() first, or configure addresses")
-        await side_by_side(slot.wait_ready() for slot in self._slots)
+        waits: list[Coroutine[Any, Any, object]] = [slot.wait_ready() for slot in self._slots]
+        if self.membership:
+            waits.append(self._members.wait_first(self.spec.ready_timeout_s))
+        await side_by_side(waits)
+
+    def join(self, address: str, source: str) -> None:
+        """A source names a server: it is greeted, checked, and then gets requests."""
+        self._members.join(address, source)
+
+    def leave(self, address: str) -> None:
+        """No source names a server any more: it gets nothing new, and is let go when what it has has ended."""
+        self._members.leave(address)
 
     async def run(self) -> None:
-        """Supervise the servers until cancelled; EnvLostError or EnvProtocolError when one is beyond help."""
-        await side_by_side(slot.run() for slot in self._slots)
+        """Supervise the servers until cancelled; EnvLostError when one is beyond help, or all stay away elsewhere."""
+        parts: list[Coroutine[Any, Any, object]] = [slot.run() for slot in self._slots]
+        if self.spec.elsewhere:
+            parts.append(self._absence.run())
+        if self.membership:
+            parts.append(self._members.run())
+        await side_by_side(parts)
 
     async def drain(self) -> None:
         """Have every server finish what runs and accept nothing new."""
@@ -136,11 +203,11 @@ class Env:
         """End every server, side by side, within the grace and a bounded wait; safe to call at any time."""
         self._closed = True
         try:
-            await side_by_side(slot.stop(grace_s=grace_s) for slot in self._slots)
+            await side_by_side(slot.stop(grace_s=grace_s) for slot in self._all_slots)
         finally:
             self._on_credit(False)
             if self._launcher is not None:
-                self._launcher.close()
+                await self._launcher.aclose()
             if self._context is not None:
                 # Closes what is still open too: ending a context waits for its sockets.
                 self._context.destroy(linger=200)
@@ -161,17 +228,17 @@ class Env:
 
     def has_room(self, count: int) -> bool:
         """Whether one server has room for `count` rollouts."""
-        return any(link.has_room(count) for link in self._links)
+        for link in self._links:  # noqa: SIM110  asked for every rollout, and twice as fast so
+            if link.has_room(count):
+                return True
+        return False
 
     def reserve(self, count: int) -> Link | None:
         """Take room for `count` rollouts on the least loaded server that has it; None when none has.
 
         The room is taken until a request is submitted with it and has ended, or until `release`.
         """
-        best: Link | None = None
-        for link in self._links:
-            if link.has_room(count) and (best is None or link.inflight < best.inflight):
-                best = link
+        best = least_loaded(self._links, count)
         if best is not None:
             best.reserve(count)
         return best
@@ -231,7 +298,9 @@ class Env:
     def _on_credit(self, told: bool) -> None:
         """Room or readiness changed; `told` when a request's `on_done` has just said so."""
         if not told:
-            self._links = [slot.link for slot in self._slots if slot.link is not None]
+            self._members.look()
+            self._links = [slot.link for slot in self._all_slots if slot.link is not None]
+            self._absence.note(available=self.available)
             self._group_scored = self._launcher is not None and self._launcher.declared_group_scored
         if self._waiting:
             # All may look: the one with the smallest request need not be the first.
@@ -245,9 +314,18 @@ class Env:
 
     @property
     def _declared(self) -> wire.Ready:
+        return self._started.ready
+
+    @property
+    def _started(self) -> ServerLauncher:
         if self._launcher is None:
             raise EnvError(self.name, "not connected yet: what it is, its servers declare")
-        return self._launcher.ready
+        return self._launcher
+
+    def _build_member(self, address: str) -> ServerSlot:
+        number = next(self._numbers)
+        self._started.place(f"{self.name}-{number}", address)
+        return self._slot(self._started, number)
 
     def _slot(self, launcher: ServerLauncher, number: int) -> ServerSlot:
         return ServerSlot(
@@ -258,7 +336,6 @@ class Env:
             ready_timeout_s=self.spec.ready_timeout_s,
             reconnect_timeout_s=self.spec.reconnect_timeout_s,
             on_credit=self._on_credit,
-            env_available=lambda: self.available,
         )
 
 

@@ -1,85 +1,32 @@
-"""How the servers of an environment are started and reached: command line, instructions, sockets, log files.
+"""How the servers of an environment are reached, and held to one declaration.
 
-Servers that we spawn listen on `ipc://` sockets in a private directory with a short path, which only the user
-can enter and which goes away with the launcher. Their instructions travel over standard input, never in
-arguments. They find our `envs` package under any interpreter through a directory that holds nothing but a
-link to it, and the modules that a configuration names behind it (`envs.importing.module_path`).
+Where servers run is a launcher's affair (`launcher`); there is none for servers at configured addresses. An address on
+the network is connected to with CURVE keys only, unless the configuration allows it otherwise.
 """
 
 import contextlib
-import fcntl
-import os
-import re
 import secrets
-import shutil
 import sys
-import tempfile
 from collections.abc import Mapping, Sized
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
 import msgspec
 import structlog
 import zmq
 
-import envs
-from envs import keeper, wire
+from envs import wire
 from envs.addresses import is_loopback
-from envs.curve import ClientKeys
-from envs.importing import module_path
-from envs.logs import LogFormat
-from envs.server_spec import ServerSpec
 from envs.sessions import canonical_id
+from orchestrator.env_servers.child_servers import ProcessLauncher
+from orchestrator.env_servers.launcher import Launcher, ServerProcess
 from orchestrator.env_servers.link import Link, LinkListener
-from orchestrator.env_servers.processes import ChildProcess
-from orchestrator.env_servers.supervision import RestartPolicy, last_lines
+from orchestrator.env_servers.on_ray.launcher import RayLauncher
+from orchestrator.env_servers.spec import EnvSpec
+from orchestrator.env_servers.supervision import last_lines
 from orchestrator.errors import EnvError, EnvProtocolError
 
 log = structlog.get_logger()
 
-_PREFIX = "envs-"
-_TEMP_PATH_BYTES = 60
-"""Unix socket paths end at 107 bytes; ours add some 30 to the directory for temporary files."""
-_OWN_LEASE_S = 600.0
 _NEEDED = ("msgspec", "zmq", "numpy", "aiohttp", "structlog")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EnvSpec:
-    """What an environment is and how its servers are run; see the configuration reference for each field."""
-
-    name: str
-    id: str
-    split: str
-    train: bool
-    args: Mapping[str, Any] = field(repr=False)
-    model: str
-    sampling: Mapping[str, Any]
-    system_prompt: str | None
-    api_key_env: str | None
-    python: str | None
-    module_dirs: tuple[Path, ...]
-    """Where a spawned server finds modules, beside the working directory."""
-    workers: int
-    addresses: tuple[str, ...]
-    capacity: int
-    seed: int
-    ready_timeout_s: float
-    silence_timeout_s: float
-    reconnect_timeout_s: float
-    ping_interval_s: float
-    lease_s: float
-    restart: RestartPolicy
-    keys: ClientKeys | None
-    insecure: bool
-    withheld: frozenset[str]
-    """Environment variables that a spawned server does not get: the secrets of the service itself."""
-    log_dir: Path
-    log_level: str
-    log_format: LogFormat
-    report: Path | None
-    """Where a spawned server describes its first tasks before it is ready, for `check --deep`."""
 
 
 class ServerLauncher:
@@ -91,21 +38,12 @@ class ServerLauncher:
         self._context = context
         self._first: tuple[str, wire.Ready] | None = None
         self._told_of_tasks = False
-        self._directory: PrivateDirectory | None = None
         if len(set(spec.addresses)) != len(spec.addresses):
             raise EnvError(spec.name, f"an address is listed twice: {', '.join(spec.addresses)}")
-        for address in spec.addresses:
-            if not is_loopback(address) and spec.keys is None and not spec.insecure:
-                raise EnvError(
-                    spec.name,
-                    f"{address} is reached over the network without CURVE keys; "
-                    "set server_key_file, or allow it with insecure = true",
-                )
-        if not spec.addresses:
-            self._directory = PrivateDirectory()
-            library = self._directory.path / "lib"
-            library.mkdir()
-            (library / "envs").symlink_to(Path(envs.__file__).parent)
+        self._places: dict[str, str] = {}
+        for number, address in enumerate(spec.addresses):
+            self.place(f"{spec.name}-{number}", address)
+        self._launcher = _launcher_of(spec)
         self._hello = wire.Hello(
             protocol=wire.PROTOCOL,
             client=f"{spec.name}-{secrets.token_hex(8)}",
@@ -116,8 +54,7 @@ class ServerLauncher:
             api_key_env=spec.api_key_env,
             train=spec.train,
             splits=[spec.split],
-            # Servers of our own end with us, so a long sleep of this machine need not cost their rollouts.
-            lease_s=spec.lease_s if spec.addresses else _OWN_LEASE_S,
+            lease_s=spec.lease_s if self._launcher is None else self._launcher.lease_s,
         )
 
     @property
@@ -132,74 +69,58 @@ class ServerLauncher:
         """Whether a server has declared that it scores whole groups."""
         return self._first is not None and self._first[1].group_scored
 
-    def close(self) -> None:
-        """Remove the private directory."""
-        if self._directory is not None:
-            self._directory.remove()
-            self._directory = None
+    async def aclose(self) -> None:
+        """Give back what starting servers needed."""
+        if self._launcher is not None:
+            await self._launcher.aclose()
 
-    def _address(self, server: str, life: int) -> str:
-        number = int(server.rpartition("-")[2])
-        if self._spec.addresses:
-            return self._spec.addresses[number]
-        # A path of its own for every life, so that nobody talks to the socket of a dead one.
-        assert self._directory is not None
-        return f"ipc://{self._directory.path}/{number}.{life}"
+    async def prepare(self) -> None:
+        """Before the first server is started."""
+        if self._launcher is not None:
+            await self._launcher.prepare()
 
-    def start_process(self, server: str, life: int) -> ChildProcess | None:
+    def start_process(self, server: str, life: int) -> ServerProcess | None:
         """Start a server's process; None when it runs elsewhere."""
-        if self._spec.addresses:
-            return None
-        assert self._directory is not None
-        spec = self._spec
-        instructions = ServerSpec(
-            name=server,
-            env=spec.name,
-            id=spec.id,
-            bind=self._address(server, life),
-            args=dict(spec.args),
-            splits=[spec.split],
-            capacity=spec.capacity,
-            seed=spec.seed,
-            key_variables=[spec.api_key_env] if spec.api_key_env else [],
-            log_level=spec.log_level,
-            log_format=spec.log_format,
-            report=str(spec.report or ""),
-        )
-        # Our `envs` comes first, from a directory that holds nothing else, so that another interpreter finds
-        # it and a directory of that name in the working directory does not hide it.
-        library, outside = str(self._directory.path / "lib"), os.environ.get("PYTHONPATH", "")
-        path = [library, *module_path(*spec.module_dirs), outside]
-        child = ChildProcess(
-            server_command(spec.python or sys.executable, "-P"),
-            kept=True,
-            first_line=msgspec.json.encode(instructions) + b"\n",
-            log_path=spec.log_dir / f"{re.sub(r'[^A-Za-z0-9_.-]+', '_', server)}.log",
-            environ={
-                **{name: value for name, value in os.environ.items() if name not in spec.withheld},
-                "PYTHONHASHSEED": hash_seed(),
-                "PYTHONPATH": os.pathsep.join(filter(None, path)),
-                "PYTHONUNBUFFERED": "1",
-            },
-        )
-        log.info("env.server_started", env=self._spec.name, server=server, pid=child.pid, life=life)
-        return child
+        return None if self._launcher is None else self._launcher.start(server, life)
 
-    def open_link(self, server: str, life: int, listener: LinkListener) -> Link:
-        """Connect to a server."""
-        assert self._context is not None
-        return Link(
-            env=self._spec.name,
-            server=server,
-            address=self._address(server, life),
-            hello=self._hello,
-            listener=listener,
-            context=self._context,
-            keys=self._spec.keys,
-            ping_interval_s=self._spec.ping_interval_s,
-            silence_timeout_s=self._spec.silence_timeout_s,
-            waiting=self._waiting,
-        )
+    def place(self, server: str, address: str) -> None:
+        """Say where a server listens that runs elsewhere; EnvError if it must not be spoken to."""
+        if not is_loopback(address) and self._spec.keys is None and not self._spec.insecure:
+            raise EnvError(
+                self._spec.name,
+                f"{address} is reached over the network without CURVE keys; "
+                "set server_key_file, or allow it with insecure = true",
+            )
+        self._places[server] = address
+
+    def forget(self, server: str) -> None:
+        """A server that runs elsewhere is of no interest any more."""
+        del self._places[server]
+
+    def known_address(self, server: str) -> str:
+        """Where a server that runs elsewhere listens."""
+        return self._places[server]
+
+    def open_link(self, server: str, address: str, listener: LinkListener) -> Link:
+        """Connect to a server; EnvProtocolError where ZMQ will not even try."""
+        try:
+            return Link(
+                env=self._spec.name,
+                server=server,
+                address=address,
+                hello=self._hello,
+                listener=listener,
+                context=self._context,
+                keys=self._spec.keys if self._launcher is None else self._launcher.keys,
+                ping_interval_s=self._spec.ping_interval_s,
+                silence_timeout_s=self._spec.silence_timeout_s,
+                waiting=self._waiting,
+            )
+        except zmq.ZMQError as error:
+            raise EnvProtocolError(
+                self._spec.name,
+                f"server {server} cannot be reached at {address}: {zmq.strerror(error.errno or 0)}",
+            ) from None
 
     def check_ready(self, server: str, ready: wire.Ready) -> None:
         """Take the first server's word for what the environment is; the others must say the same."""
@@ -242,7 +163,7 @@ class ServerLauncher:
 
     def explain(self, log_tail: str) -> tuple[str, str]:
         """What the last lines of a server's log say in one, and what to show below: the author's frames, or the lines."""
-        python = self._spec.python or sys.executable
+        python = sys.executable if self._launcher is None else self._launcher.python
         for module in _NEEDED:
             if f"No module named '{module}'" in log_tail:
                 packages = "msgspec pyzmq numpy aiohttp structlog"
@@ -260,42 +181,8 @@ class ServerLauncher:
         return "", last_lines(log_tail)
 
 
-def hash_seed() -> str:
-    """`PYTHONHASHSEED` of every server: what follows from hashes is the same in all; the user may choose another number."""
-    chosen = os.environ.get("PYTHONHASHSEED", "")
-    return chosen if chosen.isdecimal() else "0"
-
-
-def server_command(python: str, *options: str) -> list[str]:
-    """The command line of an env server under an interpreter, with the keeper that ends whatever it leaves."""
-    return [python, "-I", "-S", keeper.__file__, python, *options, "-m", "envs.server"]
-
-
-class PrivateDirectory:
-    """A directory that only the user can enter, short enough for Unix sockets, removed with its owner.
-
-    A lock that is held as long as the owner lives tells others whose owner could not remove it any more.
-    """
-
-    def __init__(self) -> None:
-        parent = Path(tempfile.gettempdir())
-        if len(os.fsencode(parent)) > _TEMP_PATH_BYTES:
-            parent = Path("/tmp")  # noqa: S108  what is made in it is private
-        _sweep(parent)
-        self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
-        self._lock = (self.path / "locking").open("w")
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
-        # Under its name only once it is held, so that nobody finds it free in between.
-        (self.path / "locking").rename(self.path / "lock")
-
-    def remove(self) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)
-        self._lock.close()
-
-
-def _sweep(parent: Path) -> None:
-    """Remove what owners left behind that were killed."""
-    for lock in parent.glob(f"{_PREFIX}*/lock"):
-        with contextlib.suppress(OSError), lock.open() as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(lock.parent, ignore_errors=True)
+def _launcher_of(spec: EnvSpec) -> Launcher | None:
+    """Who starts its servers; nobody where they run elsewhere."""
+    if spec.elsewhere:
+        return None
+    return ProcessLauncher(spec) if spec.ray is None else RayLauncher(spec, spec.ray)

@@ -1,15 +1,15 @@
 """The connection to one env server: handshake, requests matched to answers by id, heartbeat, loss.
 
 A link lives once: connecting, alive (the server speaks our protocol), ready (its environment is loaded), and
-then closed by us or lost. Room is counted as taken when it is reserved, before the request is there. Every
-submitted request ends exactly once: by its answer, by `cancel`, or, when the link is lost for whatever reason
-(process gone, connection closed, silence, lease expired), at once with a failure that says so. Nothing is awaited and no future or task is made per message: callbacks only, on the
-loop's thread. Restarting and reconnecting is the supervisor's affair.
+then closed by us or lost. One that retires takes nothing new and closes itself when what it has has ended. Room is counted
+as taken when it is reserved, before the request is there. Every submitted request ends exactly once: by its answer, by
+`cancel`, or, when the link is lost for whatever reason (process gone, connection closed, silence, lease expired), at once
+with a failure that says so. Nothing is awaited and no future or task is made per message: callbacks only, on the loop's
+thread. The socket is `connection`'s; restarting and reconnecting is the supervisor's affair.
 """
 
 import asyncio
 import itertools
-import sys
 import time
 from collections.abc import Sized
 from dataclasses import dataclass
@@ -21,18 +21,13 @@ import structlog
 import zmq
 
 from envs import wire
-from envs.curve import ClientKeys, secure_client
-from envs.drained import DrainedSocket
-from orchestrator.env_servers.requests import Answer, OnDone, RolloutRequest
+from envs.curve import ClientKeys
+from orchestrator.dispatch.placement import fits
+from orchestrator.env_servers.connection import Connection
+from orchestrator.env_servers.pulse import Pulse
+from orchestrator.env_servers.requests import Answer, OnDone, RolloutRequest, plain
 
 log = structlog.get_logger()
-
-_SEND_HIGH_WATER = 10_000
-_MESSAGE_LENGTH = 1000
-_DETAIL_LENGTH = 8000
-_WHERE_LENGTH = 300
-_RECONNECT_MS = 50
-_RECONNECT_MAX_MS = 2000
 
 
 class LinkState(StrEnum):
@@ -90,59 +85,52 @@ class Link:
         self.server = server
         self.address = address
         self.state = LinkState.CONNECTING
+        self.retiring = False
         self.capacity = 0
         self.inflight = 0
         self.stats: wire.ServerStats | None = None
         self.round_trip_s: float | None = None
         self.counts = LinkCounts()
-        self.handshake_error = ""
         self._hello = hello
         self._protocol = wire.PROTOCOL
+        self._takes_models = False
         self._listener = listener
         self._waiting = waiting
         self._loop = asyncio.get_running_loop()
         self._pending: dict[int, tuple[RolloutRequest, OnDone | None]] = {}
         self._ids = itertools.count()
         self._ping_interval_s = ping_interval_s
-        self._silent_ticks = max(2, round(silence_timeout_s / ping_interval_s))
-        self._quiet_ticks = 0
+        self._pulse = Pulse(
+            env=env, server=server, interval_s=ping_interval_s, silence_timeout_s=silence_timeout_s
+        )
         self._abandoned = 0
         """Rollouts in flight that were cancelled and that the server has not stopped yet."""
-        self._clogged_ticks = 0
-        self._heard = False
         self._drained: asyncio.Future[None] | None = None
-        socket = context.socket(zmq.DEALER)
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_MESSAGE_BYTES)
-        socket.setsockopt(zmq.SNDHWM, _SEND_HIGH_WATER)
-        # libzmq ends the process when a peer's ping meets a connection that was reset while its input was stopped. So
-        # its input never stops: a server has no more to say than was asked of it, and is read as it comes.
-        socket.setsockopt(zmq.RCVHWM, 0)
-        # Only to a connection that stands: what is queued for a dead server would reach its successor.
-        socket.setsockopt(zmq.IMMEDIATE, 1)
-        socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
-        if address.startswith("tcp:"):
-            socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MAX_MS)
-        socket.setsockopt(zmq.IPV6, int("[" in address))
-        if keys is not None:
-            secure_client(socket, keys)
-        monitor = socket.get_monitor_socket(
-            zmq.EVENT_HANDSHAKE_SUCCEEDED
-            | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-            | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-            | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-            | zmq.EVENT_DISCONNECTED
+        self._connection = Connection(
+            address,
+            context=context,
+            keys=keys,
+            on_frames=self._on_frames,
+            on_connected=self._on_connected,
+            on_disconnected=self._on_disconnected,
         )
-        self._zmq = socket
-        self._monitor = DrainedSocket(monitor, self._on_event, loop=self._loop)
-        self._socket = DrainedSocket(socket, self._on_frames, loop=self._loop)
+        self._send = self._connection.send
         self._timer = self._loop.call_later(ping_interval_s, self._tick)
-        socket.connect(address)
+
+    @property
+    def handshake_error(self) -> str:
+        """Why the last attempt at an encrypted connection failed; empty once one stands."""
+        return self._connection.handshake_error
+
+    @property
+    def serving(self) -> bool:
+        """Whether it takes requests."""
+        return self.state is LinkState.READY and not self.retiring
 
     def has_room(self, count: int) -> bool:
-        """Whether `count` rollouts can start; a group larger than the server gets it to itself."""
-        return self.state is LinkState.READY and (
-            self.inflight == 0 or self.inflight + count <= self.capacity
+        """Whether `count` rollouts can start."""
+        return (
+            self.state is LinkState.READY and not self.retiring and fits(count, self.inflight, self.capacity)
         )
 
     def reserve(self, count: int) -> None:
@@ -153,6 +141,7 @@ class Link:
         """Give back room that was reserved for a request which is not going to be submitted."""
         if self.state is LinkState.READY:
             self.inflight -= count
+            self._retire_if_idle()
 
     def submit(self, request: RolloutRequest, on_done: OnDone) -> None:
         """Send a request whose room is reserved; `on_done` is called exactly once, later, unless it is cancelled first."""
@@ -162,6 +151,12 @@ class Link:
         if self.state is not LinkState.READY:
             # Lost since the room was reserved.
             self._loop.call_soon(self._end_unsent, request.id)
+            return
+        if request.model and not self._takes_models:
+            # It would ask for the model of the hello, and nobody would notice.
+            reason = f'it is too old to be told to ask for "{request.model}"; update the env server'
+            failure = self._failure(request.id, "not_accepted", reason, False)
+            self._loop.call_soon(self._finish, request.id, failure)
             return
         message = wire.Request(
             request.id,
@@ -173,6 +168,7 @@ class Link:
             request.session,
             request.cache_salt,
             request.timeout_s,
+            request.model or msgspec.UNSET,
         )
         if not self._send(wire.encode(message)):
             # The connection is gone and its event not here yet. Not from within submit: see LinkListener.
@@ -187,6 +183,16 @@ class Link:
         self._abandoned += request.count
         self._send(wire.encode(wire.Cancel(request.id)))
         return True
+
+    def retire(self) -> None:
+        """Take nothing new; close when what was reserved or sent has ended, at once where there is nothing."""
+        self.retiring = True
+        self._retire_if_idle()
+
+    def _retire_if_idle(self) -> None:
+        if self.retiring and (self.inflight == 0 or self.state is not LinkState.READY):
+            self.close()
+            self._listener.on_credit(self, told=False)
 
     async def drain(self) -> None:
         """Have the server finish what runs and accept nothing new; returns when nothing runs any more."""
@@ -217,9 +223,7 @@ class Link:
 
     def _shut(self, *, linger_ms: int = 0) -> None:
         self._timer.cancel()
-        self._monitor.close()
-        self._zmq.disable_monitor()
-        self._socket.close(linger_ms=linger_ms)
+        self._connection.close(linger_ms=linger_ms)
         if self._drained is not None and not self._drained.done():
             self._drained.set_result(None)
 
@@ -257,17 +261,8 @@ class Link:
             message = f"on_done of a request to {self.server} raised"
             self._loop.call_exception_handler({"message": message, "exception": error})
 
-    def _send(self, header: bytes) -> bool:
-        if self._socket.closed:
-            return False
-        try:
-            self._socket.send((header,))
-        except zmq.Again:
-            return False
-        return True
-
     def _on_frames(self, frames: list[bytes]) -> None:
-        self._heard = True
+        self._pulse.heard = True
         try:
             message = wire.decode_to_client(frames, self._protocol)
         except wire.WireError as error:
@@ -276,7 +271,7 @@ class Link:
         if isinstance(message, wire.Result):
             self._on_result(message)
         elif isinstance(message, wire.Failure):
-            self._finish(message.id, _plain(message))
+            self._finish(message.id, plain(message))
         else:
             self._on_control(message)
 
@@ -303,12 +298,14 @@ class Link:
         self.inflight -= request.count
         if on_done is None:
             self._abandoned -= request.count
-            self._clogged_ticks = 0
+            self._pulse.unclogged()
             self._listener.on_credit(self, told=False)
+            self._retire_if_idle()
             return
         self._tell(on_done, request, answer)
         if self._waiting:
             self._listener.on_credit(self, told=True)
+        self._retire_if_idle()
 
     def _on_malformed(self, error: wire.WireError) -> None:
         self.counts.malformed += 1
@@ -345,6 +342,7 @@ class Link:
             if self.state in (LinkState.CONNECTING, LinkState.ALIVE):
                 self.state = LinkState.READY
                 self.capacity = message.capacity
+                self._takes_models = message.models
                 self._listener.on_ready(self, message)
         elif isinstance(message, wire.Refused):
             if message.protocol < self._hello.protocol and message.protocol in wire.VERSIONS:
@@ -371,74 +369,29 @@ class Link:
         self._end_all("refused", reason, retryable=False)
         self._listener.on_refused(self, reason)
 
-    def _on_event(self, frames: list[bytes]) -> None:
-        """What ZMQ says of the connection itself."""
-        event = int.from_bytes(frames[0][:2], sys.byteorder)
-        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-            self.handshake_error = ""
-            if self.state is LinkState.CONNECTING:
-                self._send(wire.encode(self._hello))
-        elif event == zmq.EVENT_DISCONNECTED:
-            if self.state is not LinkState.CONNECTING:
-                self.lose("the connection was closed")
-        else:
-            self.handshake_error = "the encrypted handshake failed: check the CURVE keys of both sides"
+    def _on_connected(self) -> None:
+        if self.state is LinkState.CONNECTING:
+            self._send(wire.encode(self._hello))
+
+    def _on_disconnected(self) -> None:
+        if self.state is not LinkState.CONNECTING:
+            self.lose("the connection was closed")
 
     def _tick(self) -> None:
-        """Every ping interval. Silence is counted in ticks, so that a stall of our own loop counts as one."""
+        """Every ping interval."""
         self._timer = self._loop.call_later(self._ping_interval_s, self._tick)
         if self.state is LinkState.CONNECTING:
             self._send(wire.encode(self._hello))
             return
         self._send(wire.encode(wire.Ping(time.perf_counter())))
-        if self._look_for_clogging():
-            return
-        if self._heard or self.state is LinkState.ALIVE:
-            # A server that is loading may block; readiness has a deadline of its own.
-            self._heard = False
-            self._quiet_ticks = 0
-            return
-        self._quiet_ticks += 1
-        quiet_s = self._quiet_ticks * self._ping_interval_s
-        if self._quiet_ticks == 2:
-            log.warning(
-                "env.frozen",
-                env=self.env,
-                server=self.server,
-                quiet_s=quiet_s,
-                inflight=self.inflight,
-                remedy="blocking code in the environment? the server's own log has its stack",
-            )
-        if self._quiet_ticks >= self._silent_ticks:
-            self.lose(f"nothing heard for {quiet_s:g} s")
-
-    def _look_for_clogging(self) -> bool:
-        """Give up a server whose room is taken by nothing but cancelled requests that it does not stop.
-
-        It pongs, and would never run anything again.
-        """
-        clogged = self._abandoned == self.inflight and 2 * self._abandoned >= self.capacity > 0
-        self._clogged_ticks = self._clogged_ticks + 1 if clogged else 0
-        if self._clogged_ticks < self._silent_ticks:
-            return False
-        self.lose(f"it has not stopped {self._abandoned} cancelled rollouts, which take its room")
-        return True
-
-
-def _plain(failure: wire.Failure) -> wire.Failure:
-    """A failure as it may be told on: of a length that a log can hold, and not of the kind that only we can know."""
-    if failure.lost or failure.inflight:
-        failure = msgspec.structs.replace(failure, kind="error", inflight=0)
-    long = len(failure.message) > _MESSAGE_LENGTH or len(failure.detail) > _DETAIL_LENGTH
-    if long or len(failure.where) > _WHERE_LENGTH:
-        # What was raised stands at the end of a traceback, and a file at the end of its path.
-        failure = msgspec.structs.replace(
-            failure,
-            message=failure.message[:_MESSAGE_LENGTH],
-            detail=failure.detail[-_DETAIL_LENGTH:],
-            where=failure.where[-_WHERE_LENGTH:],
+        reason = self._pulse.tick(
+            loading=self.state is LinkState.ALIVE,
+            inflight=self.inflight,
+            abandoned=self._abandoned,
+            capacity=self.capacity,
         )
-    return failure
+        if reason:
+            self.lose(reason)
 
 
 def _other_protocol(server: str, protocol: int) -> str:

@@ -17,9 +17,9 @@ import shutil
 import signal
 import subprocess
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO, BinaryIO, Protocol
 
 import structlog
 
@@ -39,6 +39,76 @@ LOG_BYTES = 64 * 1024 * 1024
 _LOOK_AT_LOG_S = 5.0
 
 
+class Started(Protocol):
+    """A process that was just started, in whichever way."""
+
+    @property
+    def pid(self) -> int: ...
+    @property
+    def pidfd(self) -> int | None:
+        """Its process descriptor, which becomes readable when it ends; None where there are none. The taker closes it."""
+
+    def tell(self, line: bytes) -> None:
+        """Write to its standard input; one that died already is reported by its exit."""
+
+    def let_go(self) -> None:
+        """End its standard input, which is its lifeline."""
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal, unless it has ended."""
+
+    def kill_group(self) -> None:
+        """Kill it and its group; only while it may run."""
+
+    def reap(self) -> int:
+        """Once it has ended: kill what it left in its group, and its return code."""
+
+
+class Spawned:
+    """A process with a program of its own."""
+
+    def __init__(
+        self,
+        argv: Sequence[str],
+        *,
+        out: BinaryIO | None,
+        environ: Mapping[str, str] | None,
+        stdin: int = subprocess.PIPE,
+    ) -> None:
+        self._popen = subprocess.Popen(
+            argv,
+            stdin=stdin,
+            stdout=out,
+            stderr=subprocess.STDOUT if out is not None else None,
+            env=None if environ is None else dict(environ),
+            start_new_session=True,
+        )
+        self.pid = self._popen.pid
+        self.pidfd = _open_pidfd(self.pid)
+
+    def tell(self, line: bytes) -> None:
+        assert self._popen.stdin is not None
+        write_line(self._popen.stdin, line)
+
+    def let_go(self) -> None:
+        assert self._popen.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._popen.stdin.close()
+
+    def send_signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self._popen.send_signal(number)
+
+    def kill_group(self) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+    def reap(self) -> int:
+        # Before the child is reaped its id cannot be taken by another group.
+        self.kill_group()
+        return self._popen.wait()
+
+
 class ChildProcess:
     """One child from its start to its end; `exited` gets its return code (negative: the signal)."""
 
@@ -52,8 +122,12 @@ class ChildProcess:
         environ: Mapping[str, str] | None = None,
         log_bytes: int = LOG_BYTES,
         look_at_log_s: float = _LOOK_AT_LOG_S,
+        start: Callable[[BinaryIO | None], Started] | None = None,
     ) -> None:
-        """Start it; OSError when it cannot be started at all. Without `log_path` its output goes where ours does."""
+        """Start it; OSError when it cannot be started at all. Without `log_path` its output goes where ours does.
+
+        `start`: another way than to run the command, given the file for what it says.
+        """
         self._loop = asyncio.get_running_loop()
         self.exited: asyncio.Future[int] = self._loop.create_future()
         self.log_path = log_path
@@ -63,22 +137,15 @@ class ChildProcess:
         self._kept = kept
         with _open_log(log_path, log_bytes) if log_path is not None else contextlib.nullcontext() as out:
             self._log_start = out.tell() if out is not None else 0
-            self._popen = subprocess.Popen(
-                argv,
-                stdin=subprocess.PIPE,
-                stdout=out,
-                stderr=subprocess.STDOUT if out is not None else None,
-                env=None if environ is None else dict(environ),
-                start_new_session=True,
-            )
-        self.pid = self._popen.pid
-        self._pidfd = _open_pidfd(self.pid)
+            self._started = start(out) if start is not None else Spawned(argv, out=out, environ=environ)
+        self.pid = self._started.pid
+        self._pidfd = self._started.pidfd
         if self._pidfd is not None:
             self._loop.add_reader(self._pidfd, self._on_exit)
         else:
             threading.Thread(target=self._wait_in_thread, name=f"wait-{self.pid}", daemon=True).start()
         self._log_timer = self._loop.call_later(look_at_log_s, self._look_at_log)
-        self._write(first_line)
+        self._started.tell(first_line)
 
     @property
     def running(self) -> bool:
@@ -86,23 +153,14 @@ class ChildProcess:
 
     def log_tail(self, lines: int = 20) -> str:
         """The last lines that this child wrote."""
-        if self.log_path is None:
-            return ""
-        try:
-            with self.log_path.open("rb") as file:
-                end = file.seek(0, os.SEEK_END)
-                file.seek(max(self._log_start, end - _TAIL_BYTES))
-                text = file.read().decode(errors="replace")
-        except OSError:
-            return ""
-        return "\n".join(text.splitlines()[-lines:])
+        return "" if self.log_path is None else read_tail(self.log_path, self._log_start, lines)
 
     def kill(self) -> None:
         """Have it killed at once, with all that it started."""
         if not self.running:
             return
         if self._kept:
-            self._close_lifeline()
+            self._started.let_go()
             # Should the keeper itself be stuck; a timer that outlives the child does nothing.
             self._loop.call_later(_KEEPER_S, self._kill_group)
         else:
@@ -112,8 +170,7 @@ class ChildProcess:
         """End the child within `grace_s` plus a bounded wait; its return code, None if even SIGKILL did not help."""
         try:
             if self.running and grace_s > 0:
-                with contextlib.suppress(ProcessLookupError):
-                    self._popen.send_signal(signal.SIGTERM)
+                self._started.send_signal(signal.SIGTERM)
                 await asyncio.wait([self.exited], timeout=grace_s)
         finally:
             # Also when cancelled while waiting: a child must not survive its owner.
@@ -126,23 +183,7 @@ class ChildProcess:
 
     def _kill_group(self) -> None:
         if self.running:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.pid, signal.SIGKILL)
-
-    def _close_lifeline(self) -> None:
-        assert self._popen.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._popen.stdin.close()
-
-    def _write(self, line: bytes) -> None:
-        """Hand over the instructions; a child that died already is reported by its exit."""
-        assert self._popen.stdin is not None
-        with contextlib.suppress(AttributeError, OSError):
-            # So that the whole line fits and nobody waits for the child to read it; Linux only, 1 MB at most.
-            fcntl.fcntl(self._popen.stdin, fcntl.F_SETPIPE_SZ, max(len(line), _PIPE_BYTES))
-        with contextlib.suppress(BrokenPipeError):
-            self._popen.stdin.write(line)
-            self._popen.stdin.flush()
+            self._started.kill_group()
 
     def _on_exit(self) -> None:
         """The child ended; called once, on the loop."""
@@ -151,11 +192,8 @@ class ChildProcess:
             self._loop.remove_reader(self._pidfd)
             os.close(self._pidfd)
             self._pidfd = None
-        # Before the child is reaped its id cannot be taken by another group.
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, signal.SIGKILL)
-        code = self._popen.wait()
-        self._close_lifeline()
+        code = self._started.reap()
+        self._started.let_go()
         if not self.exited.done():
             self.exited.set_result(code)
 
@@ -174,6 +212,28 @@ class ChildProcess:
             os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to tell
             self._loop.call_soon_threadsafe(self._on_exit)
+
+
+def write_line(pipe: IO[bytes], line: bytes) -> None:
+    """Hand a line over; nobody waits for the other end to read it."""
+    with contextlib.suppress(AttributeError, OSError):
+        # So that the whole line fits; Linux only, 1 MB at most.
+        fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, max(len(line), _PIPE_BYTES))
+    with contextlib.suppress(BrokenPipeError):
+        pipe.write(line)
+        pipe.flush()
+
+
+def read_tail(path: Path, start: int, lines: int) -> str:
+    """The last lines of a log file behind a position."""
+    try:
+        with path.open("rb") as file:
+            end = file.seek(0, os.SEEK_END)
+            file.seek(max(start, end - _TAIL_BYTES))
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return ""
+    return "\n".join(text.splitlines()[-lines:])
 
 
 def describe_exit(code: int | None) -> str:

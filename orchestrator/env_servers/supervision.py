@@ -1,27 +1,28 @@
 """Keeps one env server running: start, wait until ready, notice its end, restart, give up.
 
 A slot has a name ("math-0") and outlives its servers; each life of a server has its own process (unless it
-runs elsewhere), socket path and link. Whatever ends a life (exit, silence, closed connection, a lease that
+runs elsewhere), address and link, which is opened once the address is known. Whatever ends a life (exit, silence, closed connection, a lease that
 ran out) is seen by callbacks that fail its requests at once, also while nothing awaits here; `run` then
 starts the next life after a pause that doubles from one failure to the next, until the budget is used up.
-A server elsewhere is not restarted but reconnected to; it is given up after `reconnect_timeout_s`, unless
-another server of its environment is ready. A server that refuses us, or is not what it was, ends the start of a
-run, but later on it is lost like any other.
+A server elsewhere is not restarted but reconnected to, again and again: how long an environment may be without any is
+`absence`'s affair. A server that refuses us, or is not what it was, ends the start of a run, but later on it is lost
+like any other.
 """
 
 import asyncio
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import structlog
 
 from envs import wire
+from envs.addresses import is_loopback
 from envs.backoff import backoff_s
-from orchestrator.env_servers.link import Link, LinkListener
-from orchestrator.env_servers.processes import ChildProcess, describe_exit
+from orchestrator.env_servers.launcher import ServerProcess
+from orchestrator.env_servers.link import Link, LinkListener, LinkState
+from orchestrator.env_servers.spec import RestartPolicy
 from orchestrator.errors import EnvError, EnvLostError, EnvProtocolError, EnvStartupError
 
 log = structlog.get_logger()
@@ -31,16 +32,6 @@ _EXIT_S = 0.5
 
 STOP_GRACE_S = 5.0
 """Time a server has to end after SIGTERM before it is killed."""
-
-
-@dataclass(frozen=True, slots=True)
-class RestartPolicy:
-    """How often and how soon a server is restarted."""
-
-    max_restarts: int
-    window_s: float
-    first_delay_s: float
-    max_delay_s: float
 
 
 class RestartBudget:
@@ -62,14 +53,17 @@ class RestartBudget:
         )
 
 
-class Launcher(Protocol):
-    """Makes the parts of a server's life; the environment's wrapper is one."""
+class ServerParts(Protocol):
+    """Makes the parts of a server's life; `launching` has the real one."""
 
-    def start_process(self, server: str, life: int) -> ChildProcess | None:
+    def start_process(self, server: str, life: int) -> ServerProcess | None:
         """Start the server's process; None when it runs elsewhere."""
 
-    def open_link(self, server: str, life: int, listener: LinkListener) -> Link:
-        """Connect to it."""
+    def known_address(self, server: str) -> str:
+        """Where a server that runs elsewhere listens."""
+
+    def open_link(self, server: str, address: str, listener: LinkListener) -> Link:
+        """Connect to it; EnvProtocolError where that cannot even be tried."""
 
     def check_ready(self, server: str, ready: wire.Ready) -> None:
         """EnvProtocolError when the server is not what its siblings are."""
@@ -94,9 +88,21 @@ class Life:
         self.link: Link | None = None
 
     def open_link(self) -> None:
-        """Begin the handshake; once."""
+        """Begin the handshake as soon as the address is known; once."""
+        if self.process is None:
+            self._connect(self._slot.launcher.known_address(self._slot.name))
+        elif self.process.address.done():
+            self._connect(self.process.address.result())
+        else:
+            self.process.address.add_done_callback(lambda address: self._connect(address.result()))
+
+    def _connect(self, address: str) -> None:
         if self.link is None and not self.ended.done():
-            self.link = self._slot.launcher.open_link(self._slot.name, self.number, self)
+            try:
+                self.link = self._slot.launcher.open_link(self._slot.name, address, self)
+            except EnvProtocolError as error:
+                self.refusal = error
+                self._end(error.what)
 
     def on_ready(self, link: Link, ready: wire.Ready) -> None:
         try:
@@ -104,7 +110,7 @@ class Life:
         except EnvProtocolError as error:
             self.refusal = error
             link.close()
-            self._end(str(error))
+            self._end(error.what)
             return
         if not self.ready.done():
             self.ready.set_result(ready)
@@ -132,8 +138,9 @@ class Life:
             await self.process.stop(grace_s=grace_s)
         self._end(reason)
 
-    def _on_exit(self, exited: asyncio.Future[int]) -> None:
-        reason = f"its process {describe_exit(exited.result())}"
+    def _on_exit(self, _: asyncio.Future[int]) -> None:
+        assert self.process is not None
+        reason = self.process.ending()
         if self.link is not None:
             self.link.lose(reason)
         self._end(reason)
@@ -152,25 +159,22 @@ class ServerSlot:
         *,
         env: str,
         name: str,
-        launcher: Launcher,
+        launcher: ServerParts,
         policy: RestartPolicy,
         ready_timeout_s: float,
         reconnect_timeout_s: float,
         on_credit: Callable[[bool], None],
-        env_available: Callable[[], bool],
     ) -> None:
         self.env = env
         self.name = name
         self.launcher = launcher
         self.on_credit = on_credit
-        self._env_available = env_available
         self.restarts = 0
         self._policy = policy
         self._budget = RestartBudget(policy)
         self._ready_timeout_s = ready_timeout_s
         self._reconnect_timeout_s = reconnect_timeout_s
         self._life: Life | None = None
-        self._refused_since: float | None = None
         self._stopped = False
 
     @property
@@ -178,8 +182,31 @@ class ServerSlot:
         return self._life.link if self._life is not None else None
 
     @property
-    def process(self) -> ChildProcess | None:
+    def process(self) -> ServerProcess | None:
         return self._life.process if self._life is not None else None
+
+    @property
+    def refusal(self) -> EnvProtocolError | None:
+        """Why its server cannot be used, where that is known."""
+        return self._life.refusal if self._life is not None else None
+
+    @property
+    def trouble(self) -> str:
+        """Why a server elsewhere does not serve, after its address; empty while it does."""
+        link = self.link
+        if link is not None and link.state is LinkState.READY:
+            return ""
+        why = link.handshake_error if link is not None else ""
+        if self.refusal is not None:
+            why = self.refusal.what
+        return f"{self.launcher.known_address(self.name)}: {why or 'it has not answered; does it run there?'}"
+
+    @property
+    def node(self) -> str:
+        """The machine that the server runs on, or its address where it is not ours; empty on this machine."""
+        if self.process is not None:
+            return self.process.node
+        return "" if self.link is None or is_loopback(self.link.address) else self.link.address
 
     def start(self) -> None:
         """Begin the next life: its process, if it is ours to start."""
@@ -188,6 +215,12 @@ class ServerSlot:
             self._life = Life(self, number)
         except OSError as error:
             raise EnvStartupError(self.env, f"server {self.name} cannot be started: {error}") from None
+
+    def connect(self) -> None:
+        """Begin the handshake with a server that runs elsewhere; it becomes ready when it answers, whoever waits."""
+        self.start()
+        assert self._life is not None
+        self._life.open_link()
 
     async def wait_ready(self) -> wire.Ready:
         """Connect and wait for the environment to be loaded; EnvStartupError or EnvProtocolError if it will not be."""
@@ -205,7 +238,10 @@ class ServerSlot:
         raise self._startup_error(life)
 
     async def run(self) -> None:
-        """Restart the server whenever it ends, until cancelled; EnvLostError when the budget is used up."""
+        """Restart the server whenever it ends, until cancelled; EnvLostError when the budget is used up.
+
+        A server elsewhere has no budget: it is reconnected to until somebody says that it has left.
+        """
         while True:
             life = self._life
             assert life is not None, "run() comes after connect()"
@@ -240,24 +276,12 @@ class ServerSlot:
             self.start()
             await self.wait_ready()
         except (EnvStartupError, EnvProtocolError) as error:
-            if life.process is None and not self._env_available() and self._given_up(error):
-                raise EnvLostError(self.env, str(error)) from None
             log.warning("env.restart_failed", env=self.env, server=self.name, why=str(error))
             if self._life is not None:
                 await self._life.stop(grace_s=0, reason="it did not become ready")
             return
-        self._refused_since = None
         took_s = round(time.monotonic() - started, 3)
         log.info("env.server_restarted", env=self.env, server=self.name, took_s=took_s)
-
-    def _given_up(self, error: EnvStartupError | EnvProtocolError) -> bool:
-        """Whether a server elsewhere has had its time to come back; one that refuses us says so at once."""
-        if isinstance(error, EnvStartupError):
-            return True
-        now = time.monotonic()
-        if self._refused_since is None:
-            self._refused_since = now
-        return now - self._refused_since >= self._reconnect_timeout_s
 
     def _wait_s(self, life: Life) -> float:
         reconnecting = life.process is None and life.number > 0
@@ -293,5 +317,5 @@ def last_lines(tail: str) -> str:
     return f"\nlast lines of its log:\n{tail}" if tail else ""
 
 
-def _log_named(process: ChildProcess | None) -> str:
+def _log_named(process: ServerProcess | None) -> str:
     return f"\nits log: {process.log_path}" if process is not None and process.log_path is not None else ""

@@ -15,6 +15,7 @@ from orchestrator.dispatch.versions import Versions
 from orchestrator.facts.interval import Interval
 from orchestrator.facts.reports import Reports
 from orchestrator.facts.steps import StepRecord
+from orchestrator.facts.turns import Turns
 from orchestrator.groups.group import Batch
 from orchestrator.mix import DeliveredMix
 
@@ -71,7 +72,8 @@ class Facts:
         self.reports = Reports()
         self.history: deque[StepRecord] = deque(maxlen=HISTORY)
         """The last steps."""
-        self._interval = Interval(self.targets, ledger, now)
+        self._turns = Turns(versions, now)
+        self._interval = Interval(self.targets, ledger, self._turns, now)
         self.tokens = 0
         """Tokens in all batches."""
         self._tokens = 0
@@ -96,6 +98,10 @@ class Facts:
     def dropped(self, env: str, reason: str, rollouts: int) -> None:
         """Rollouts that will not be trained on."""
         self.envs[env].dropped[reason] += rollouts
+
+    def took(self, env: str, end: str, seconds: float) -> None:
+        """An attempt at a rollout for training ended without one, or a group with them, after so long; see `steps.ENDS`."""
+        self._interval.took(env, end, seconds)
 
     def failed(self, lane: Lane, env: str, kind: str, said: str) -> None:
         """A rollout failed, and this is what it said; the last of each kind is remembered."""
@@ -254,4 +260,5 @@ class Facts:
 
     def begin(self, now: float) -> None:
         """The run starts: what is restored is restored, and the first step's time begins."""
+        self._turns.begin(now)
         self._interval.begin({name: facts.dropped for name, facts in self.envs.items()}, now)

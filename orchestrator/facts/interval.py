@@ -12,7 +12,8 @@ import numpy as np
 
 from envs.messages import RolloutHeader
 from orchestrator.dispatch.ledger import Lane, Ledger, Outcome
-from orchestrator.facts.steps import EnvStep, StepRecord, length_histogram, spread
+from orchestrator.facts.steps import EnvStep, StepRecord, length_histogram, spread, time_step
+from orchestrator.facts.turns import Turns
 from orchestrator.groups.group import FACTS, Batch
 
 TIMES = ("rollouts", "trainer", "weights", "paused")
@@ -32,14 +33,17 @@ class _Since:
     latencies: deque[float] = field(default_factory=lambda: deque(maxlen=MOST_LATENCIES))
     metrics: dict[str, list[float]] = field(default_factory=dict)
     """Sum and number of each."""
+    times: dict[str, Counter[int]] = field(default_factory=dict)
+    """Steps of time (`steps.time_step`), by how attempts ended."""
 
 
 class Interval:
     """Told what happens between two batches."""
 
-    def __init__(self, targets: Mapping[str, float], ledger: Ledger, now: float) -> None:
+    def __init__(self, targets: Mapping[str, float], ledger: Ledger, turns: Turns, now: float) -> None:
         self._targets = targets
         self._ledger = ledger
+        self._turns = turns
         self._since = {name: _Since() for name in targets}
         self._tokens = 0
         self._began = now
@@ -62,6 +66,7 @@ class Interval:
         """Rollouts are back, after so long."""
         since = self._since[env]
         since.latencies.append(seconds)
+        self.took(env, "completed", seconds)
         self._tokens += tokens
         metrics = since.metrics
         for rollout in rollouts:
@@ -73,8 +78,16 @@ class Interval:
                 elif len(metrics) < MOST_METRICS:
                     metrics[name] = [value, 1]
 
+    def took(self, env: str, end: str, seconds: float) -> None:
+        """An attempt ended after so long, in one of the ways of `steps.ENDS`."""
+        times = self._since[env].times
+        if end not in times:
+            times[end] = Counter()
+        times[end][time_step(seconds)] += 1
+
     def spends(self, doing: str, now: float) -> None:
         """What the time goes to from now on."""
+        self._turns.look(now)
         self._times[self._doing] += now - self._looked
         self._doing, self._looked = doing, now
 
@@ -125,6 +138,7 @@ class Interval:
                 dropped=dict(new_drops.get(name, {})),
                 inflight=self._ledger.inflight[Lane.TRAIN, name],
                 quarantined=name in quarantined,
+                times={end: dict(counts) for end, counts in since.times.items()},
             )
         record = StepRecord(
             step=batch.step,
@@ -145,6 +159,8 @@ class Interval:
             tokens_per_s=self._tokens / took,
             time={what: round(self._times[what], 3) for what in TIMES},
             envs=envs,
+            trained_s=self._turns.drain_trained(),
+            loaded_s=self._turns.drain_loaded(),
         )
         self.begin(dropped, now)
         return record

@@ -23,6 +23,20 @@ class WaitStatus(msgspec.Struct):
     remedy: str = ""
 
 
+class TaskStatus(msgspec.Struct):
+    """The tasks of an env: how many there are, None if they have no end, and how many were tried, by recent solve rate in
+    tenths and by pool of the curriculum. A few tried ones that are solved least and that were tried most have a row each (see
+    `TaskStatistics.row`), where there are not too many to look through."""
+
+    num_tasks: int | None
+    tried: int
+    solve_rates: list[int]
+    strategy: str = "uniform"
+    pools: dict[str, int] = {}
+    hardest: list[dict[str, float]] = []
+    most_tried: list[dict[str, float]] = []
+
+
 class EnvStatus(msgspec.Struct):
     """One training env now."""
 
@@ -54,8 +68,12 @@ class EnvStatus(msgspec.Struct):
     """Mean reward of all rollouts in each of the last steps, oldest first."""
     last: EnvStep | None = None
     """The env in the last step: lengths, latencies, metrics."""
+    nodes: dict[str, str] = {}
+    """Where its ready servers run, by server: a node or an address; those on this machine are not named."""
     held: str = ""
     """Since when a person has quarantined it, and who; empty where nobody has."""
+    tasks: TaskStatus | None = None
+    """What is known about its tasks."""
 
 
 class DomainStatus(msgspec.Struct):
@@ -80,6 +98,17 @@ class EndpointStatus(msgspec.Struct):
     inflight: int
     version: int
     error: str
+    source: str = ""
+    """What names it; empty where it is listed in the configuration or was added by hand."""
+
+
+class SourceStatus(msgspec.Struct):
+    """A source of servers that come and go: whose they are, how many it names, and what is wrong with it."""
+
+    source: str
+    of: str
+    members: int
+    trouble: str
 
 
 class ReportStatus(msgspec.Struct):
@@ -156,6 +185,7 @@ class Status(msgspec.Struct):
     disk_free_bytes: int | None = None
     """Of the disk that has the run directory, as far as it is known."""
     trackers: list[TrackerStatus] = []
+    sources: list[SourceStatus] = []
     changes: list[str] = []
     """How the run differs from its configuration, because a person has changed it."""
 
@@ -169,6 +199,7 @@ def status_without_run(
     batch_size: int,
     notes: Sequence[str],
     seconds: float,
+    sources: Sequence[SourceStatus] = (),
 ) -> Status:
     """What is known before there is a run, and after it: where it is in its life, and what is waited for."""
     return Status(
@@ -204,6 +235,7 @@ def status_without_run(
         loop_lag_p99_s=0.0,
         journal_backlog_bytes=0,
         seconds=seconds,
+        sources=list(sources),
     )
 
 

@@ -3,11 +3,21 @@
 `metrics.jsonl`, trackers, the page and the display show these records; nobody counts anew. Plain data.
 """
 
+import math
 from collections.abc import Sequence
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
+
+ENDS = ("completed", "failed", "retryable", "cut")
+"""How an attempt ended: with rollouts, with a failure that is final or may be asked again, or by others than itself."""
+SLOWEST = "slowest"
+"""In their place, for a group that completed: the time of the slowest of its attempts that brought rollouts."""
+
+FINEST_S = 0.001
+PER_OCTAVE = 16
+"""Times of attempts are counted in steps of 1/16 octave from a millisecond on: each is right to about 2 %."""
 
 BUCKETS = 24
 """Of the histogram of lengths: the last one has everything from 2**(BUCKETS - 1) tokens on."""
@@ -42,6 +52,8 @@ class EnvStep(msgspec.Struct):
     dropped: dict[str, int]
     inflight: int
     quarantined: bool
+    times: dict[str, dict[int, int]] = {}
+    """How many attempts took how long, by how they ended (`ENDS`), and groups (`SLOWEST`); see `seconds_of`."""
 
 
 class StepRecord(msgspec.Struct):
@@ -74,6 +86,20 @@ class StepRecord(msgspec.Struct):
     acknowledged_at: float | None = None
     trainer: dict[str, float] = {}
     """What the trainer reported about the step."""
+    trained_s: list[float] = []
+    """How long the trainer had each batch that it was done with since the step before."""
+    loaded_s: list[float] = []
+    """How long the inference servers took for each version that they loaded since the step before."""
+
+
+def time_step(seconds: float) -> int:
+    """The step of a time on the scale of `EnvStep.times`."""
+    return max(0, round(PER_OCTAVE * math.log2(seconds / FINEST_S))) if seconds > FINEST_S else 0
+
+
+def seconds_of(step: float) -> float:
+    """The time in the middle of such a step."""
+    return float(FINEST_S * 2 ** (step / PER_OCTAVE))
 
 
 def spread(values: "Sequence[float] | NDArray[np.float64]") -> Spread | None:

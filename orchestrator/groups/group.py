@@ -7,11 +7,12 @@ was split for the sake of an exact batch are told apart by `part`, the place of 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from envs.rollout import Float32s, Int32s, Uint8s
@@ -64,8 +65,7 @@ def plain_facts(size: int, *, version: int, version_end: int) -> Facts:
     return facts
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Group:
+class Group(msgspec.Struct, frozen=True, eq=False, gc=False):
     """The rollouts of one task, scored together, ready to be trained on.
 
     `version` is the oldest policy version that sampled any of it, `version_end` the newest.
@@ -85,9 +85,9 @@ class Group:
     rewards: Float32s
     advantages: Float32s
     facts: Facts
-    details: bytes = field(repr=False)
+    details: bytes
     digest: int
-    transcript: bytes = field(default=b"", repr=False)
+    transcript: bytes = b""
     part: int = 0
 
     @property

@@ -7,10 +7,11 @@ from orchestrator.inference.endpoint import Endpoint, EndpointState
 from orchestrator.inference.engine import EngineApi, EngineError, EngineRefusedError, EngineUnfitError
 from orchestrator.inference.metrics import EngineMetrics, parse_metrics
 from orchestrator.inference.pool import InferencePool
+from orchestrator.inference.recipe import UpdateRequest, WeightUpdate, WeightUpdateError
 from orchestrator.inference.sampling import NEUTRAL, SamplingCheck
 from orchestrator.inference.sync import Beginning, Weights
 from orchestrator.inference.watch import HealthPolicy
-from orchestrator.inference.weights import UpdateRequest, WeightUpdate, WeightUpdateError, build_weight_update
+from orchestrator.inference.weights import build_weight_update
 
 __all__ = [
     "NEUTRAL",

@@ -2,7 +2,8 @@
 
 An endpoint that fails is taken out until it has caught up. So is one that is still at it when the others have
 long been done: one stuck server holds up nobody. A version that every endpoint failed to load is refused: the
-weights that were loaded last are the target again, and endpoints that were not touched never leave service.
+weights that were loaded last are the target again, and endpoints that were not touched never leave service. Where all of
+them are away, which says nothing about the version, it stays the target, and whoever comes back loads it.
 """
 
 import asyncio
@@ -13,11 +14,11 @@ import structlog
 
 from orchestrator.errors import InferenceError
 from orchestrator.inference.endpoint import Endpoint
-from orchestrator.inference.engine import reason_of
+from orchestrator.inference.engine import EngineAwayError, reason_of
+from orchestrator.inference.recipe import WeightUpdateError
 from orchestrator.inference.roster import Roster
 from orchestrator.inference.sync import Weights, WeightSync
 from orchestrator.inference.watch import EndpointWatch
-from orchestrator.inference.weights import WeightUpdateError
 
 log = structlog.get_logger(__name__)
 
@@ -51,6 +52,7 @@ class Broadcast:
     roster: Roster
     straggler_grace_s: float
     failed: dict[str, str] = field(default_factory=dict)
+    _away: set[str] = field(default_factory=set)
     _untouched: list[tuple[Endpoint, str]] = field(default_factory=list)
     _done: int = 0
 
@@ -69,7 +71,7 @@ class Broadcast:
                     group.create_task(update, name=f"update {endpoint.name}")
         except TimeoutError:
             log.warning("weights.stragglers", version=self.weights.version, endpoints=sorted(self.failed))
-        if self.failed and not self.updated:
+        if self.failed and not self.updated and self.failed.keys() - self._away:
             await self._refuse_unless_loaded()
         for endpoint, reason in self._untouched:
             self.roster.lose(endpoint, reason)
@@ -77,9 +79,9 @@ class Broadcast:
     async def _refuse_unless_loaded(self) -> None:
         """Every endpoint in service has failed; one that is coming back, or tries again, may still load the version."""
         await self.sync.wait_idle()
-        self.sync.refuse(self.weights)
+        said = "; ".join(f"{name}: {reason}" for name, reason in self.failed.items())
+        self.sync.refuse(self.weights, why=said)
         if self.sync.is_refused(self.weights):
-            said = "; ".join(f"{name}: {reason}" for name, reason in self.failed.items())
             raise WeightUpdateError(
                 f"version {self.weights.version} was loaded by no inference server, "
                 f"version {self.sync.loaded.version} stays ({said})"
@@ -92,6 +94,8 @@ class Broadcast:
             self._note_failed(endpoint, str(error))
             self._untouched.append((endpoint, str(error)))
         except InferenceError as error:
+            if isinstance(error, EngineAwayError):
+                self._away.add(endpoint.name)
             self._note_failed(endpoint, reason_of(error))
             self.roster.lose(endpoint, reason_of(error))
         except asyncio.CancelledError:

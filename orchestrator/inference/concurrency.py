@@ -16,6 +16,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from orchestrator.dispatch.placement import even_shares
 from orchestrator.inference.metrics import EngineMetrics
 
 
@@ -47,7 +48,7 @@ class FixedConcurrency:
 
     def bounds(self, endpoints: int) -> list[tuple[int, int]]:
         """The least and the most for each endpoint."""
-        return [(share, share) for share in _shares(self.max_inflight, endpoints)]
+        return [(share, share) for share in even_shares(self.max_inflight, endpoints)]
 
     def controllers(self, endpoints: int) -> list[ConcurrencyController]:
         """One controller per endpoint."""
@@ -82,12 +83,12 @@ class AdaptiveConcurrency:
 
     def bounds(self, endpoints: int) -> list[tuple[int, int]]:
         """The least and the most for each endpoint."""
-        lows, highs = _shares(self.min_inflight, endpoints), _shares(self.max_inflight, endpoints)
+        lows, highs = even_shares(self.min_inflight, endpoints), even_shares(self.max_inflight, endpoints)
         return list(zip(lows, highs, strict=True))
 
     def controllers(self, endpoints: int) -> list[ConcurrencyController]:
         """One controller per endpoint."""
-        starts = _shares(self.start_inflight or self.min_inflight, endpoints)
+        starts = even_shares(self.start_inflight or self.min_inflight, endpoints)
         return [
             AdaptiveController(self, low=low, high=high, start=start)
             for (low, high), start in zip(self.bounds(endpoints), starts, strict=True)
@@ -208,12 +209,6 @@ class AdaptiveController:
 
     def _set(self, limit: float) -> None:
         self._limit = min(max(limit, float(self.low)), float(self.high))
-
-
-def _shares(total: int, endpoints: int) -> list[int]:
-    """`total` in even whole shares, each at least 1."""
-    whole, rest = divmod(total, endpoints)
-    return [max(1, whole + (index < rest)) for index in range(endpoints)]
 
 
 def _check_bounds(low: int, high: int) -> None:

@@ -3,9 +3,10 @@
 `error` is why the endpoint is out of service now, or what its last check complained about; it is empty while
 all is well. `version` and `version_newest` bound the weights that the engine may sample with at this moment;
 they differ only while an update is under way or after one that failed. A rollout's span of versions is
-`version` when it was dispatched and `version_newest` when it ended. One that is `leaving` stays in service for the
+`version` when it was dispatched and `version_newest` when it ended. `adapter` is the name to ask for in place of the
+model's, where versions are adapters. One that `lacks_weights` waits for the trainer to send them. One that is `leaving` stays in service for the
 rollouts that it has, and gets no others; one that is `joining` has no share of what may be in flight before it has
-entered service for the first time.
+entered service for the first time. `source` is what names it, empty where it is listed or was added by hand.
 """
 
 import asyncio
@@ -43,11 +44,14 @@ class Endpoint:
     limit: int = 1
     version: int = 0
     version_newest: int = 0
+    adapter: str = ""
+    lacks_weights: bool = False
     error: str = ""
     out_since: float | None = None
     updating: bool = False
     metrics: EngineMetrics | None = None
     losses: int = 0
+    source: str = ""
     leaving: bool = False
     joining: bool = False
 

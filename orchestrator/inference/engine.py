@@ -60,6 +60,10 @@ class EngineRefusedError(EngineError):
     exit_code = ConfigError.exit_code
 
 
+class EngineAwayError(EngineError):
+    """The server did not answer before it was asked to load anything: nothing is known against the weights."""
+
+
 def reason_of(error: InferenceError) -> str:
     """What went wrong, to be shown beside the endpoint's name."""
     return error.said if isinstance(error, EngineError) else str(error)

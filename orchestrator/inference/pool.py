@@ -21,17 +21,20 @@ import aiohttp
 import structlog
 
 from envs.addresses import base_url_problem, shown_url
+from envs.vanished import watchful_socket
+from orchestrator.discovery import Membership
 from orchestrator.errors import ConfigError
-from orchestrator.inference import startup
 from orchestrator.inference.broadcast import Broadcast, UpdateReport
 from orchestrator.inference.concurrency import AdaptiveConcurrency, FixedConcurrency
 from orchestrator.inference.endpoint import IN_SERVICE, Endpoint, build_endpoint
 from orchestrator.inference.engine import EngineApi
+from orchestrator.inference.recipe import WeightUpdate, WeightUpdateError
 from orchestrator.inference.roster import Roster, describe_errors
 from orchestrator.inference.sampling import SamplingCheck
+from orchestrator.inference.sending import Sending
+from orchestrator.inference.startup import Start
 from orchestrator.inference.sync import Beginning, Weights, WeightSync
 from orchestrator.inference.watch import EndpointWatch, HealthPolicy
-from orchestrator.inference.weights import WeightUpdate, WeightUpdateError
 
 log = structlog.get_logger(__name__)
 
@@ -51,6 +54,7 @@ class InferencePool(Roster):
         self,
         base_urls: Sequence[str],
         *,
+        membership: Membership,
         model: str,
         update: WeightUpdate,
         sampling: SamplingCheck | None,
@@ -66,8 +70,18 @@ class InferencePool(Roster):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(
-            base_urls, suspect_after=health.suspect_after, trust_s=health.interval_s, clock=clock
+            base_urls,
+            membership=membership,
+            suspect_after=health.suspect_after,
+            trust_s=health.interval_s,
+            clock=clock,
         )
+        self.on_found: Callable[[str, str], None] = self.take_in
+        """Called with the address of an endpoint that a source names from now on, and with the source."""
+        self.on_gone: Callable[[str], None] = self.let_go
+        """Called with an address that no source names any more."""
+        membership.on_join = lambda url, source: self.on_found(url, source)
+        membership.on_leave = lambda url: self.on_gone(url)
         self._model = model
         self._sampling = sampling
         self._headers = _headers(api_key_env)
@@ -92,14 +106,23 @@ class InferencePool(Roster):
         self._session: aiohttp.ClientSession | None = None
         self._watches: dict[Endpoint, EndpointWatch] = {}
         self._watching: asyncio.TaskGroup | None = None
+        self.sending = Sending(
+            endpoints=self.endpoints,
+            watches=self._watches,
+            sync=self._sync,
+            roster=self,
+            timeout_s=update_timeout_s,
+            clock=clock,
+        )
         self._tasks: dict[Endpoint, asyncio.Task[None]] = {}
+        self._start: Start | None = None
         for endpoint, controller in self._controllers.items():
             endpoint.limit = controller.limit
             endpoint.version = endpoint.version_newest = version
 
     async def __aenter__(self) -> Self:
         # No connection is kept: calls are rare, and one that an engine closed a moment ago would fail the next call.
-        connector = aiohttp.TCPConnector(force_close=True, limit=0)
+        connector = aiohttp.TCPConnector(force_close=True, limit=0, socket_factory=watchful_socket)
         self._session = aiohttp.ClientSession(connector=connector, headers=self._headers)
         for endpoint in self.endpoints:
             self._watches[endpoint] = self._build_watch(endpoint, self._session)
@@ -149,6 +172,8 @@ class InferencePool(Roster):
 
     def whereabouts(self, version: int) -> dict[str, str | None]:
         """By endpoint why it does not serve a published version or a later one: empty when it does, None while it may soon."""
+        if not self.endpoints:  # the sources name nobody at the moment
+            return dict.fromkeys((followed.source.text for followed in self.membership.sources), None)
         return {endpoint.name: self._lacks(endpoint, version) for endpoint in self.endpoints}
 
     def _lacks(self, endpoint: Endpoint, version: int) -> str | None:
@@ -166,6 +191,16 @@ class InferencePool(Roster):
         return self._sync.begins and self._sync.beginning is Beginning.TRAINER
 
     @property
+    def refusal(self) -> str:
+        """What engines said of the last version that none could load."""
+        return self._sync.refusal
+
+    @property
+    def sent_by_trainer(self) -> bool:
+        """Whether the trainer brings versions to the engines itself, between the ends of `sending`."""
+        return self._sync.update.sent
+
+    @property
     def missing_weights(self) -> str:
         """Why no endpoint has the weights that it should have; empty when one has, or none was asked to load them."""
         return "" if any(map(self._sync.is_current, self.ready)) else self._sync.problem
@@ -176,17 +211,23 @@ class InferencePool(Roster):
         """Wait until every endpoint is ready; after `timeout_s` the ready ones are enough, and none is an error.
 
         A server that is up but does not fit (another model, no way to update weights) is an error at once. One that
-        cannot load the run's weights any more is not: it stays out until a version is published that it can load.
+        cannot load the run's weights any more is not: it stays out until a version is published that it can load. Those
+        that sources name come and go meanwhile, and of these one is enough.
         """
-        await startup.wait_ready(list(self._watches.values()), self._sync, timeout_s)
+        self._start = Start(list(self._watches.values()), self._sync, self.membership)
+        try:
+            await self._start.wait(timeout_s)
+        finally:
+            self._start = None
         if self.missing_weights:
             log.error("weights.missing", error=self.missing_weights)
 
     async def run(self) -> None:
-        """Watch every endpoint until cancelled."""
+        """Watch every endpoint, and follow the sources, until cancelled."""
         try:
             async with asyncio.TaskGroup() as group:
                 self._watching = group
+                self.membership.follow(group)
                 for endpoint in self.endpoints:
                     self._watch(endpoint)
         finally:
@@ -268,19 +309,36 @@ class InferencePool(Roster):
 
     def add_endpoint(self, url: str) -> None:
         """Watch a further endpoint: it enters service when it answers, fits and has the newest weights."""
-        endpoint = self._find(url)
+        endpoint, source = self._find(url), self.membership.named_by(url)
         if endpoint is not None:  # it was about to leave
-            endpoint.leaving, endpoint.error = False, ""
+            endpoint.leaving, endpoint.error, endpoint.source = False, "", source
         else:
             assert self._session is not None
             endpoint = build_endpoint(url, now=self.clock())
-            endpoint.joining = True
+            endpoint.joining, endpoint.source = True, source
             endpoint.version = endpoint.version_newest = self._sync.loaded.version
             self.endpoints.append(endpoint)
             self._controllers[endpoint] = self._concurrency.controllers(len(self.endpoints))[-1]
             self._watches[endpoint] = self._build_watch(endpoint, self._session)
             self._watch(endpoint)
+            if self._start is not None:
+                self._start.join(self._watches[endpoint])
         self._share_out()
+
+    def take_in(self, url: str, source: str) -> None:
+        """Watch an endpoint that a source names."""
+        if why := self.refuse_add(url):
+            log.info("endpoint.not_added", endpoint=shown_url(url), source=source, why=why)
+        else:
+            log.info("endpoint.joins", endpoint=shown_url(url), source=source)
+            self.add_endpoint(url)
+
+    def let_go(self, url: str) -> None:
+        """Give an endpoint that no source names any more no new work, were it the last one."""
+        endpoint = self._find(url)
+        if endpoint is not None and endpoint.source and not endpoint.leaving:
+            log.info("endpoint.leaves", endpoint=endpoint.name, inflight=endpoint.inflight)
+            self.remove_endpoint(url)
 
     def refuse_remove(self, url: str) -> str:
         """Why an endpoint cannot be removed; empty if it can."""
@@ -324,6 +382,8 @@ class InferencePool(Roster):
         self._recount()
 
     def _forget(self, endpoint: Endpoint) -> None:
+        if self._start is not None:
+            self._start.leave(endpoint)
         del self._controllers[endpoint], self._watches[endpoint]
         if (task := self._tasks.pop(endpoint, None)) is not None:
             task.cancel()

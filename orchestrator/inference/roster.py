@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 
 import structlog
 
+from orchestrator.discovery import Membership
+from orchestrator.dispatch.placement import next_in_turn
 from orchestrator.errors import ConfigError
 from orchestrator.inference.blame import Blame, blame
 from orchestrator.inference.endpoint import IN_SERVICE, Endpoint, EndpointState, build_endpoint
@@ -26,13 +28,21 @@ class Roster:
     """
 
     def __init__(
-        self, base_urls: Sequence[str], *, suspect_after: int, trust_s: float, clock: Callable[[], float]
+        self,
+        base_urls: Sequence[str],
+        *,
+        membership: Membership,
+        suspect_after: int,
+        trust_s: float,
+        clock: Callable[[], float],
     ) -> None:
-        if not base_urls:
+        if not base_urls and not membership:
             raise ConfigError("inference.base_urls is empty; name at least one inference server")
         if len({url.rstrip("/") for url in base_urls}) != len(base_urls):
             raise ConfigError(f"inference.base_urls names a server twice: {', '.join(base_urls)}")
         self.endpoints = [build_endpoint(url, now=clock()) for url in base_urls]
+        self.membership = membership
+        """Who the sources name."""
         self.inflight = 0
         self.limit = 0
         self.ready: Sequence[Endpoint] = []
@@ -48,7 +58,10 @@ class Roster:
         """Why no endpoint gets work; empty if one does."""
         if self.ready:
             return ""
-        return f"no inference endpoint is in service: {describe_errors(self.endpoints)}"
+        said = [describe_errors(self.endpoints)] if self.endpoints else []
+        if self.membership and (not said or any(followed.trouble for followed in self.membership.sources)):
+            said.append(self.membership.explain())
+        return f"no inference endpoint is in service: {'; '.join(said)}"
 
     # Placement.
 
@@ -63,20 +76,13 @@ class Roster:
             prefer.inflight += n
             self.inflight += n
             return prefer
-        ready = self.ready
-        best: Endpoint | None = None
-        best_load = 0.0
-        best_at = 0
-        for offset in range(len(ready)):
-            at = (self._turn + offset) % len(ready)
-            endpoint = ready[at]
-            load = endpoint.inflight / endpoint.limit
-            if best is None or load < best_load:
-                best, best_load, best_at = endpoint, load, at
-        if best is not None:
-            self._turn = best_at + 1
-            best.inflight += n
-            self.inflight += n
+        at = next_in_turn(self.ready, self._turn)
+        if at is None:
+            return None
+        self._turn = at + 1
+        best = self.ready[at]
+        best.inflight += n
+        self.inflight += n
         return best
 
     def release(self, endpoint: Endpoint, n: int = 1) -> None:

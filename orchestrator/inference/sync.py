@@ -12,16 +12,21 @@ is the target again.
 """
 
 import asyncio
+import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 
 import structlog
 
 from orchestrator.errors import InferenceError
+from orchestrator.inference.checkpoint import find_foreign
 from orchestrator.inference.endpoint import IN_SERVICE, Endpoint
-from orchestrator.inference.engine import EngineApi, EngineError
-from orchestrator.inference.weights import UpdateRequest, WeightUpdate, WeightUpdateError, check_weights
+from orchestrator.inference.engine import EngineApi, EngineAwayError, EngineError
+from orchestrator.inference.lora import adapter_name
+from orchestrator.inference.recipe import UpdateRequest, WeightUpdate, WeightUpdateError
+from orchestrator.inference.weights import check_weights
 
 log = structlog.get_logger(__name__)
 
@@ -33,6 +38,14 @@ _AWAITED = (
     'waits for the trainer to publish version 0, because of inference.initial_weights = "trainer"; '
     "publish(version=0, path=…) before the first batch"
 )
+
+
+_AWAITED_SENT = (
+    'waits for the trainer to send version 0, because of inference.initial_weights = "trainer": '
+    "with trainer.updating(0) as engines, before the first batch"
+)
+OWN_WEIGHTS = "default"
+"""The label of an engine that nobody gave any weights."""
 
 
 class Beginning(StrEnum):
@@ -53,7 +66,7 @@ class Weights:
 
 
 class WeightSync:
-    """The target and the way to it. `problem` is why the target could not be loaded when it was last tried.
+    """The target and the way to it. `problem` is why the target could not be loaded when it was last tried, `refusal` why an earlier one was given up.
 
     `on_refused` is called when a target was given up, because no engine may come into service by that.
     """
@@ -77,6 +90,7 @@ class WeightSync:
         self.beginning = beginning
         self.target = self.loaded = Weights(serial=0, version=version, path=path)
         self.problem = ""
+        self.refusal = ""
         self._endpoints = endpoints
         self._model = model
         self._timeout_s = timeout_s
@@ -91,9 +105,19 @@ class WeightSync:
 
     async def check(self, version: int, path: str | None) -> str | None:
         """The path as engines are to be given it; WeightUpdateError if a version cannot be loaded."""
-        return await check_weights(
+        found = await check_weights(
             self.update, version, path, local=self._check_paths, remedy=_AT_PUBLICATION
         )
+        if found is not None and self._check_paths and self.update.needs_path and not self.update.adapters:
+            before = self.loaded.path
+            foreign = await asyncio.to_thread(
+                find_foreign, Path(found), Path(before or self._model), same_names=before is not None
+            )
+            if foreign:
+                raise WeightUpdateError(
+                    f"version {version}: {foreign}; publish weights of the model that is trained"
+                )
+        return found
 
     async def retarget(self, version: int, path: str | None) -> Weights:
         """Make a published version the target. WeightUpdateError if it cannot be loaded; then nothing changes."""
@@ -104,7 +128,7 @@ class WeightSync:
             self._aim_at(weights)
         return weights
 
-    def refuse(self, weights: Weights) -> bool:
+    def refuse(self, weights: Weights, *, why: str) -> bool:
         """Give up weights that nobody could load and go back to what was loaded last.
 
         False if they are not the target, or an engine has them, or one is at it and may get them.
@@ -113,6 +137,7 @@ class WeightSync:
         if weights is not self.target or weights is self.loaded or at_it:
             return False
         self._aim_at(self.loaded)
+        self.refusal = why
         log.error("weights.refused", version=weights.version, path=weights.path, instead=self.loaded.version)
         self._on_refused()
         return True
@@ -144,7 +169,8 @@ class WeightSync:
                 except InferenceError as error:
                     if target is not self.target:
                         continue  # a newer version was published meanwhile, and that one counts
-                    if not self._any_in_service() and self.refuse(target):
+                    away = isinstance(error, EngineAwayError)
+                    if not away and not self._any_in_service() and self.refuse(target, why=str(error)):
                         continue  # rather the weights that were loaded before than no engine at all
                     untouched = isinstance(error, WeightUpdateError)
                     self.problem = (
@@ -157,12 +183,15 @@ class WeightSync:
         return any(endpoint.state in IN_SERVICE for endpoint in self._endpoints)
 
     async def _bring_to(self, target: Weights, endpoint: Endpoint, api: EngineApi) -> None:
+        if self.update.sent:
+            await self._find_sent(target, endpoint, api)
+            return
         if self.begins:
             if self.beginning is Beginning.TRAINER:
                 raise WeightUpdateError(_AWAITED)
             # Nothing was published yet: the weights that the engine was started with are the initial ones. They
             # cannot be loaded again. After a load that failed, vLLM ends and starts with them, SGLang goes back.
-            self._settle(endpoint, target, label=None)
+            self._settle(endpoint, target, label=None, adapter="")
             return
         # The folder may be gone by the time that a restarted engine needs it, so it is looked at every time.
         path = await check_weights(
@@ -173,21 +202,42 @@ class WeightSync:
         endpoint.version_newest = max(endpoint.version_newest, target.version)
         try:
             request = UpdateRequest(
-                engine=api, version=target.version, path=path, model=self._model, timeout_s=self._timeout_s
+                engine=api,
+                version=target.version,
+                path=path,
+                model=self._model,
+                timeout_s=self._timeout_s,
+                adapter=adapter_name(self._model, target.version, secrets.token_hex(4)),
             )
             await self._apply(request)
             label = await self._read_label(request)
         finally:
             endpoint.updating = False
             endpoint.progress_at = self._clock()
-        self._settle(endpoint, target, label=label)
+        self._settle(endpoint, target, label=label, adapter=request.adapter if self.update.adapters else "")
+
+    async def _find_sent(self, target: Weights, endpoint: Endpoint, api: EngineApi) -> None:
+        """The trainer has sent the target to the engine, if its label says so; nothing can be loaded without the trainer."""
+        assert self.update.read_label is not None
+        if self.begins and self.beginning is Beginning.TRAINER:
+            endpoint.lacks_weights = True
+            raise WeightUpdateError(_AWAITED_SENT)
+        wanted = OWN_WEIGHTS if self.begins else str(target.version)
+        found = await self.update.read_label(api)
+        if found != wanted and not (self.begins and self.beginning is Beginning.ANY):
+            endpoint.lacks_weights = True
+            raise WeightUpdateError(
+                f'has the weights "{found}": it waits for the trainer to send version {target.version} or a later one '
+                f"(with trainer.updating({target.version}) as engines)"
+            )
+        self._settle(endpoint, target, label=found, adapter="")
 
     async def _apply(self, request: UpdateRequest) -> None:
         url = request.engine.url
         try:
             async with asyncio.timeout(self._timeout_s):
                 await self.update.apply(request)
-        except EngineError:
+        except (EngineError, WeightUpdateError):
             raise
         except TimeoutError as error:
             said = f"version {request.version} was not loaded within {self._timeout_s:g} s"
@@ -202,17 +252,20 @@ class WeightSync:
         if self.update.read_label is None:
             return None
         label = await self.update.read_label(request.engine)
-        if label is not None and label != str(request.version):
+        given = request.adapter if self.update.adapters else str(request.version)
+        if label is not None and label != given:
             raise EngineError(
                 request.engine.url,
                 f'was given version {request.version} but says that it has "{label}"; it was restarted',
             )
         return label
 
-    def _settle(self, endpoint: Endpoint, weights: Weights, *, label: str | None) -> None:
+    def _settle(self, endpoint: Endpoint, weights: Weights, *, label: str | None, adapter: str) -> None:
         endpoint.serial = weights.serial
         endpoint.version = endpoint.version_newest = weights.version
         endpoint.label = label
+        endpoint.adapter = adapter
+        endpoint.lacks_weights = False
         # An engine that is behind may be done later than the others, and one may be done with refused weights.
         if self.loaded.serial <= weights.serial <= self.target.serial:
             self.loaded = weights

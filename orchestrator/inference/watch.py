@@ -28,17 +28,15 @@ from orchestrator.inference.engine import (
     EngineUnfitError,
     reason_of,
 )
+from orchestrator.inference.recipe import WeightUpdateError
 from orchestrator.inference.roster import Roster
 from orchestrator.inference.sampling import SamplingCheck
-from orchestrator.inference.sync import Beginning, WeightSync
-from orchestrator.inference.weights import WeightUpdateError
+from orchestrator.inference.sync import OWN_WEIGHTS, Beginning, WeightSync
 
 log = structlog.get_logger(__name__)
 
 _RETRY_FIRST_S = 0.1
 _RETRY_MAX_S = 60.0
-_OWN_WEIGHTS = "default"
-"""The label of an engine that nobody gave any weights."""
 _LOADS_AT_START = 3
 """Failed loads after which the start does not wait any longer for an engine that answers and fits."""
 
@@ -74,10 +72,11 @@ class EndpointWatch:
     sampling: SamplingCheck | None
     clock: Callable[[], float]
 
-    async def wait_ready(self) -> EngineRefusedError | None:
+    async def wait_ready(self) -> EngineError | None:
         """Try until the endpoint is in service, or nothing but the weights keeps it out, or it is refused.
 
-        EngineUnfitError if trying again cannot help.
+        EngineUnfitError if trying again cannot help. One that a source names is refused instead, and is not waited for
+        when another is in service.
         """
         attempt = loads = 0
         while not self.endpoint.healthy:
@@ -85,12 +84,14 @@ class EndpointWatch:
                 await self._check_fit()
                 loads += 1
                 await self._bring_in()
-            except EngineUnfitError:
-                raise
             except InferenceError as error:
                 self.endpoint.error = reason_of(error)
-                if isinstance(error, EngineRefusedError):
+                if isinstance(error, EngineUnfitError) and not self.endpoint.source:
+                    raise
+                if isinstance(error, EngineRefusedError | EngineUnfitError):
                     return error
+                if self.endpoint.source and self.roster.ready:
+                    return None
                 if isinstance(error, WeightUpdateError) or loads >= _LOADS_AT_START:
                     return None
                 attempt += 1
@@ -142,7 +143,10 @@ class EndpointWatch:
         await self.api.check_health()
         await self.api.check_model(self.model)
         if self.sync.update.admit is not None:
-            await self.sync.update.admit(self.api)
+            async with self.endpoint.lock:
+                if self.endpoint.updating:  # it stands still because the trainer is sending it weights
+                    raise EngineError(self.api.url, "is being sent weights")
+                await self.sync.update.admit(self.api)
         if self.sampling is not None:
             await self.sampling.check(self.api)
         await self._refuse_foreign_weights()
@@ -165,6 +169,9 @@ class EndpointWatch:
     async def _refuse_foreign_weights(self) -> None:
         """A run that has published nothing takes an engine's weights for the initial ones: they must be its own."""
         read_label = self.sync.update.read_label
+        if self.sync.update.adapters or self.sync.update.sent:
+            # What it was started with is as it was, whatever adapters it has; or the trainer sends it what it lacks.
+            return
         if read_label is None or not self.sync.begins or self.sync.beginning is not Beginning.OWN:
             return
         found = await read_label(self.api)
@@ -174,7 +181,7 @@ class EndpointWatch:
                 endpoint=self.endpoint.name,
                 remedy="it does not say which weights it has; set inference.initial_weights to be sure that they are not another run's",
             )
-        elif found != _OWN_WEIGHTS:
+        elif found != OWN_WEIGHTS:
             raise EngineRefusedError(
                 self.api.url,
                 f'has the weights "{found}" of another run; restart it, name the folder of the initial weights in '

@@ -1,8 +1,8 @@
 """How an engine gets new weights: recipes by name, each a few calls to one server.
 
 A recipe changes one engine and raises if it did not get there; the pool decides when, to which engines, and
-what becomes of one that failed. Requests in flight survive an update: they freeze, and go on with the new
-weights and a cleared cache (without clearing, cached prefixes of the old weights give wrong tokens).
+what becomes of one that failed. Requests in flight survive an update of vLLM: they freeze, and go on with the new
+weights and a cleared cache (without clearing, cached prefixes of the old weights give wrong tokens). Those of SGLang are asked again.
 
 A recipe never leaves an engine paused: resuming is in a `finally`, bounded by its own timeout. When the load
 itself failed the weights are unknown, so the requests in flight are aborted first; an aborted request ends as
@@ -12,55 +12,28 @@ itself failed the weights are unknown, so the requests in flight are aborted fir
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import structlog
 
 from envs.errors import shown_url
 from envs.importing import ImportReferenceError, import_attribute
-from orchestrator.errors import ConfigError, InferenceError
-from orchestrator.inference.checkpoint import find_problem
-from orchestrator.inference.engine import EngineApi, EngineError, EngineUnfitError
+from orchestrator.errors import ConfigError
+from orchestrator.inference.engine import EngineApi, EngineAwayError, EngineError, EngineUnfitError
+from orchestrator.inference.lora import VLLM_LORA
+from orchestrator.inference.recipe import UpdateRequest, WeightUpdate, WeightUpdateError
 
 log = structlog.get_logger(__name__)
+
+_PAUSE_PART = 0.5
+"""Of the time for an update, what a pause may take. If all of it ran out first, nobody could tell that the engine was never
+asked to load anything, and the weights would be blamed; and what undoes the pause needs time too."""
 
 _RECOVERY_TIMEOUT_S = 15.0
 
 
-class WeightUpdateError(InferenceError):
-    """A version cannot be loaded: its path is not in order, or no inference server would have it."""
-
-
-@dataclass(frozen=True, slots=True)
-class UpdateRequest:
-    """One engine is to serve `version`, whose weights are at `path` (None if the publisher named none)."""
-
-    engine: EngineApi
-    version: int
-    path: str | None
-    model: str
-    timeout_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class WeightUpdate:
-    """A recipe.
-
-    `apply` brings one engine to new weights. `admit` is called before an engine gets its first work and
-    whenever it comes back: it checks that updates will be possible and undoes what a killed service may have
-    left. `read_label` reads back the version that `apply` wrote, by which a quick restart is noticed.
-    """
-
-    name: str
-    apply: Callable[[UpdateRequest], Awaitable[None]]
-    needs_path: bool = False
-    admit: Callable[[EngineApi], Awaitable[None]] | None = None
-    read_label: Callable[[EngineApi], Awaitable[str | None]] | None = None
-
-
 def build_weight_update(spec: str) -> WeightUpdate:
-    """The recipe named `none`, `vllm` or `sglang`, or the one at "module:attr"."""
+    """The recipe named `none`, `vllm`, `vllm_lora`, `trainer` or `sglang`, or the one at "module:attr"."""
     recipe = _RECIPES.get(spec)
     if recipe is not None:
         return recipe
@@ -81,6 +54,10 @@ def build_weight_update(spec: str) -> WeightUpdate:
     return WeightUpdate(name=spec, apply=found)
 
 
+SENT = "(sent by the trainer)"
+"""In place of the path of a version that has none, because it was sent."""
+
+
 async def check_weights(
     update: WeightUpdate, version: int, path: str | None, *, local: bool, remedy: str
 ) -> str | None:
@@ -89,6 +66,11 @@ async def check_weights(
     Asking an engine to load a folder that is not there ends the engine, so the folder is looked at first.
     `local` is False where engines see other folders than this process.
     """
+    if update.sent and path != SENT:
+        raise WeightUpdateError(
+            f'version {version} was published, but with weight_update = "trainer" the trainer sends versions itself: '
+            f"with trainer.updating({version}) as engines, and nothing is published"
+        )
     if path is None:
         if update.needs_path:
             raise WeightUpdateError(
@@ -98,13 +80,13 @@ async def check_weights(
         return None
     if not update.needs_path or not local:
         return path
-    found, problem = await asyncio.to_thread(_look_at, path)
+    found, problem = await asyncio.to_thread(_look_at, path, update.find_problem)
     if problem:
         raise WeightUpdateError(f"version {version}: {problem}; {remedy}")
     return found
 
 
-def _look_at(path: str) -> tuple[str, str]:
+def _look_at(path: str, find_problem: Callable[[Path], str]) -> tuple[str, str]:
     try:
         # Absolute, because the engine's working directory is not ours.
         folder = Path(path).expanduser().absolute()
@@ -133,6 +115,8 @@ async def _paused(
             await pause()
         except EngineError as error:
             refused = error.status == 404  # there is no such call, so nothing was paused
+            if error.status is None:
+                raise EngineAwayError(engine.url, error.said) from error
             raise
         yield
         loaded = True
@@ -159,7 +143,8 @@ async def _apply_vllm(request: UpdateRequest) -> None:
     engine, timeout_s = request.engine, request.timeout_s
 
     async def pause() -> None:
-        await engine.post("/pause", query={"mode": "keep", "clear_cache": "true"}, timeout_s=timeout_s)
+        query = {"mode": "keep", "clear_cache": "true"}
+        await engine.post("/pause", query=query, timeout_s=_PAUSE_PART * timeout_s)
 
     async def abort() -> None:
         await engine.post("/pause", query={"mode": "abort"})
@@ -182,6 +167,16 @@ async def _admit_vllm(engine: EngineApi) -> None:
     if isinstance(answer, dict) and answer.get("is_paused"):
         log.warning("endpoint.resumed", endpoint=shown_url(engine.url), reason="it was found paused")
         await engine.post("/resume")
+
+
+async def _admit_sent(engine: EngineApi) -> None:
+    """As for vLLM; without labels nobody could say who has the version that the trainer has sent."""
+    await _admit_vllm(engine)
+    if await _read_label_vllm(engine) is None:
+        raise EngineUnfitError(
+            engine.url,
+            'does not say which weights it has (no /weight_info), which weight_update = "trainer" needs; use a later vLLM',
+        )
 
 
 async def _read_label_vllm(engine: EngineApi) -> str | None:
@@ -210,12 +205,13 @@ def _dev_mode_explained() -> Iterator[None]:
 
 
 async def _apply_sglang(request: UpdateRequest) -> None:
-    """Move running requests back to the queue, load with the cache flushed, go on."""
+    """Abort what runs, so that it is asked again, load with the cache flushed, go on. Written by SGLang's documentation, untried."""
     engine, timeout_s = request.engine, request.timeout_s
 
     async def pause() -> None:
-        # "in_place" would keep the old weights' cache, which cannot be flushed under running requests.
-        await engine.post("/pause_generation", body={"mode": "retract"}, timeout_s=timeout_s)
+        # A load ends SGLang's scheduler if the cache cannot be flushed after it, and that needs an engine without any request. "in_place"
+        # keeps them running and "retract" puts them into the queue, so only "abort", which waits until the last is gone, is safe.
+        await engine.post("/pause_generation", body={"mode": "abort"}, timeout_s=_PAUSE_PART * timeout_s)
 
     async def abort() -> None:
         await engine.post("/abort_request", body={"abort_all": True})
@@ -262,6 +258,10 @@ _RECIPES = {
     "none": WeightUpdate(name="none", apply=_apply_none),
     "vllm": WeightUpdate(
         name="vllm", apply=_apply_vllm, needs_path=True, admit=_admit_vllm, read_label=_read_label_vllm
+    ),
+    "vllm_lora": VLLM_LORA,
+    "trainer": WeightUpdate(
+        name="trainer", apply=_apply_none, admit=_admit_sent, read_label=_read_label_vllm, sent=True
     ),
     "sglang": WeightUpdate(
         name="sglang",

@@ -1,8 +1,8 @@
-"""What decides which tasks come: the seed, and of every env its class, split and number of tasks.
+"""What decides which tasks come: the seed, and of every env its class, split, number of tasks and curriculum.
 
 A position of an env's stream stands for a task only as long as these stay the same, so the journal notes them and a
 later process holds its own against them. `differences` are what a run must not go on with, `notices` what people should
-know. Both are pure and speak in sentences.
+know: another curriculum only chooses otherwise from now on. Both are pure and speak in sentences.
 """
 
 import hashlib
@@ -21,7 +21,8 @@ _ENV = "env:"
 class EnvIdentity:
     """Which tasks an env has. `num_tasks` is None if they have no end; `args` is a digest, see `digest_of`.
 
-    `samples` has the digests of a few tasks, by index; journals of earlier schemas have none.
+    `samples` has the digests of a few tasks, by index, `curriculum` how tasks are chosen; journals of earlier schemas have
+    neither.
     """
 
     id: str
@@ -29,6 +30,7 @@ class EnvIdentity:
     num_tasks: int | None
     args: str
     samples: Mapping[str, int] = field(default_factory=dict)
+    curriculum: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +82,12 @@ def notices(before: RunIdentity, now: RunIdentity) -> list[str]:
         for name, new in now.envs.items()
         if name in before.envs and before.envs[name].args != new.args
     ]
+    found += [
+        f'env "{name}": its curriculum was {_told(before.envs[name])} and is {_told(new)}; tasks that are open stay, '
+        "the next ones are chosen anew"
+        for name, new in now.envs.items()
+        if name in before.envs and _told(before.envs[name]) != _told(new)
+    ]
     return found
 
 
@@ -123,3 +131,10 @@ def identity_from_meta(meta: Mapping[str, str]) -> RunIdentity:
 
 def _count(num_tasks: int | None) -> str:
     return "tasks without end" if num_tasks is None else f"{num_tasks} tasks"
+
+
+def _told(env: EnvIdentity) -> str:
+    """A curriculum in words; under the order without one nothing else matters."""
+    chosen = dict(env.curriculum)
+    strategy = chosen.pop("strategy", "uniform")
+    return strategy if strategy == "uniform" else f"{strategy} {json.dumps(chosen, sort_keys=True)}"

@@ -1,9 +1,9 @@
 """The journal of a run: what is recorded survives the death of the process and, where it was served, of the machine.
 
-Recorded are finished groups, resolved task positions, formed batches, acknowledgements, states, evaluations, and
-what people change.
-Hand-outs are not: a position that is neither resolved nor held by a queued group is asked again after a restart. A
-position is resolved when its group is in a batch, or when it ends without one. Invariants:
+Recorded are finished groups, resolved task positions, formed batches, acknowledgements, states, evaluations, what
+groups said about their tasks, and what people change.
+Hand-outs are not, but for the task that a curriculum chose, which nobody could work out again: a position that is
+neither resolved nor held by a queued group is asked again after a restart. A position is resolved when its group is in a batch, or when it ends without one. Invariants:
 
 - Recording never blocks the event loop; one writer thread commits in the order of recording.
 - A batch's `on_durable` runs on the event loop after the batch, and every group in it, is on disk; only then may
@@ -26,6 +26,7 @@ from typing import IO, Any, Self
 import msgspec
 import structlog
 
+from orchestrator.curriculum import TaskOutcome
 from orchestrator.errors import JournalError
 from orchestrator.facts import StepRecord
 from orchestrator.groups.group import Batch, Group
@@ -33,7 +34,7 @@ from orchestrator.journal.directory import lock_run_dir, move_aside
 from orchestrator.journal.identity import RunIdentity, identity_from_meta, identity_to_meta
 from orchestrator.journal.payloads import SEGMENT_BYTES
 from orchestrator.journal.reader import JournalReader, Recovered
-from orchestrator.journal.rewinding import Rewound, rewind
+from orchestrator.journal.rewinding import FindFlaw, Rewound, rewind
 from orchestrator.journal.store import JournalStore
 from orchestrator.journal.writer import JournalWriter
 
@@ -90,7 +91,7 @@ class Journal:
         fsync: bool,
         fresh: bool = False,
         rewind_to: int | None = None,
-        find_flaw: Callable[[str], str] = lambda path: "",
+        find_flaw: FindFlaw = lambda version, path: "",
         on_error: Callable[[JournalError], None] | None = None,
         loop: asyncio.AbstractEventLoop | None = None,
     ) -> Self:
@@ -164,6 +165,11 @@ class Journal:
         return self.meta["run_id"]
 
     @property
+    def rewound_to(self) -> list[int]:
+        """The steps that the run was set back to, one for each time."""
+        return [int(once["to"]) for once in json.loads(self.meta.get("rewound", "[]"))]
+
+    @property
     def backlog_bytes(self) -> int:
         """Bytes recorded and not yet committed."""
         return self._writer.backlog_bytes
@@ -183,7 +189,7 @@ class Journal:
         """Why writing has stopped, if it has."""
         return self._writer.error
 
-    def record_group(self, group: Group) -> None:
+    def record_group(self, group: Group, learned: TaskOutcome | None = None) -> None:
         """A group is finished and queued; its task is resolved when it gets into a batch."""
         size = (
             group.tokens.nbytes
@@ -192,11 +198,29 @@ class Journal:
             + len(group.transcript)
             + _ROW_BYTES
         )
-        self._writer.add(lambda store: store.add_group(group), size)
 
-    def record_task(self, env: str, position: int, outcome: str) -> None:
+        def apply(store: JournalStore) -> None:
+            store.add_group(group)
+            store.add_learned(group.env, learned)
+
+        self._writer.add(apply, size)
+
+    def record_task(self, env: str, position: int, outcome: str, learned: TaskOutcome | None = None) -> None:
         """A task is resolved without a group: filtered, given_up, …"""
-        self._writer.add(lambda store: store.add_task(env, position, outcome), _ROW_BYTES)
+
+        def apply(store: JournalStore) -> None:
+            store.add_task(env, position, outcome)
+            store.add_learned(env, learned)
+
+        self._writer.add(apply, _ROW_BYTES)
+
+    def record_late(self, env: str, learned: TaskOutcome | None) -> None:
+        """A group came too late to be trained on: its task stays open, what it said about it holds."""
+        self._writer.add(lambda store: store.add_late(env, learned), _ROW_BYTES)
+
+    def record_choice(self, env: str, position: int, index: int) -> None:
+        """A curriculum has chosen the task of a position, which keeps it until it is resolved."""
+        self._writer.add(lambda store: store.add_choice(env, position, index), _ROW_BYTES)
 
     def evict_group(self, group: Group, reason: str) -> None:
         """A queued group will not be trained on: its task is open again, unless another part of it is in a batch."""

@@ -102,5 +102,25 @@ def _add_details(connection: sqlite3.Connection) -> None:
     )
 
 
-MIGRATIONS: dict[int, Callable[[sqlite3.Connection], None]] = {1: _resolve_in_batches, 2: _add_details}
+def _add_learned(connection: sqlite3.Connection) -> None:
+    """3 to 4: which task a curriculum chose for a position, and what groups said about their tasks.
+
+    Nothing of that was recorded before, so the statistics of tasks begin here.
+    """
+    connection.execute(
+        "CREATE TABLE choices (env TEXT NOT NULL, position INTEGER NOT NULL, task_index INTEGER NOT NULL,"
+        " PRIMARY KEY (env, position)) WITHOUT ROWID"
+    )
+    connection.execute(
+        "CREATE TABLE learned (id INTEGER PRIMARY KEY, env TEXT NOT NULL, task_index INTEGER NOT NULL,"
+        " version INTEGER NOT NULL, reward REAL NOT NULL, rollouts INTEGER NOT NULL, equal INTEGER NOT NULL)"
+    )
+    connection.execute("ALTER TABLE batches ADD COLUMN learned BLOB")
+
+
+MIGRATIONS: dict[int, Callable[[sqlite3.Connection], None]] = {
+    1: _resolve_in_batches,
+    2: _add_details,
+    3: _add_learned,
+}
 """From which version to the next."""

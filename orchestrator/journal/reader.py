@@ -7,6 +7,7 @@ is returned is what was recorded: a queued group that cannot be read, or whose r
 
 import json
 import sqlite3
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,13 +15,17 @@ from types import TracebackType
 from typing import Any, ClassVar, Self
 
 import msgspec
+import numpy as np
 import structlog
 
+from orchestrator.curriculum import Outcomes
 from orchestrator.errors import JournalError
 from orchestrator.facts import StepRecord
 from orchestrator.facts.facts import HISTORY
 from orchestrator.groups.group import Batch, Group
 from orchestrator.journal.directory import DATABASE, DIRECTORY, PAYLOADS
+from orchestrator.journal.learned import COLUMNS as LEARNED_COLUMNS
+from orchestrator.journal.learned import arrays_of, unpack
 from orchestrator.journal.payloads import DamagedPayloadError, Place, group_from, read_payload
 from orchestrator.journal.rows import batch_checksum, group_checksum
 from orchestrator.journal.schema import check_readable, open_for_reading
@@ -40,7 +45,8 @@ class Recovered:
     of the latter, `acks` the ranks that acknowledged each of the former. `resolved` has, per env, the position
     below which everything is resolved, and the resolved positions above it. The positions of `groups` are not
     among them, unless another part of the group is in a batch: who recovers holds them until they are in a batch, or
-    are evicted and asked again. `damaged` names groups that are lost, `damaged_rows` has their rows: nobody holds
+    are evicted and asked again. `chosen` has, per env, the tasks that a curriculum chose, by position; `learned` what
+    groups said about their tasks. `damaged` names groups that are lost, `damaged_rows` has their rows: nobody holds
     their positions, so they are asked again.
     """
 
@@ -49,6 +55,8 @@ class Recovered:
     acknowledged: frozenset[int] = frozenset()
     acks: dict[int, frozenset[int]] = field(default_factory=dict)
     resolved: dict[str, tuple[int, list[int]]] = field(default_factory=dict)
+    chosen: dict[str, dict[int, int]] = field(default_factory=dict)
+    learned: dict[str, Outcomes] = field(default_factory=dict)
     state: dict[str, Any] = field(default_factory=dict)
     last_step: int = 0
     last_acknowledged: int = 0
@@ -59,7 +67,7 @@ class Recovered:
     @property
     def empty(self) -> bool:
         """Whether the run had not got anywhere yet."""
-        return not (self.groups or self.last_step or self.resolved or self.state)
+        return not (self.groups or self.last_step or self.resolved or self.state or self.chosen)
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,6 +223,25 @@ class JournalReader:
         rows = self._rows("SELECT at, origin, command FROM control ORDER BY id")
         return [{"at": at, "origin": origin, "command": self._json(text)} for at, origin, text in rows]
 
+    def learned(self) -> dict[str, Outcomes]:
+        """Per env, what groups said about their tasks, in the order of recording; a batch of which it cannot be read is left out."""
+        parts: dict[str, list[Outcomes]] = {}
+        query = "SELECT step, learned FROM batches WHERE learned IS NOT NULL ORDER BY step"
+        for step, blob in self._rows(query):
+            try:
+                found = unpack(blob)
+            except (zlib.error, msgspec.DecodeError, ValueError, TypeError) as error:
+                # Statistics choose tasks and prove nothing: a run goes on with a few less.
+                note = f"{error}; the statistics of tasks are without what the groups of this step taught"
+                log.warning("journal.learned_lost", step=step, note=note)
+                continue
+            for env, rows in found.items():
+                parts.setdefault(env, []).append(rows)
+        query = f"SELECT {LEARNED_COLUMNS} FROM learned ORDER BY id"  # noqa: S608  # names of columns
+        for env, rows in arrays_of(self._rows(query)).items():
+            parts.setdefault(env, []).append(rows)
+        return {env: np.concatenate(several) for env, several in parts.items()}
+
     def group_rows(
         self,
         *,
@@ -318,6 +345,8 @@ class JournalReader:
             acknowledged=frozenset(step for step, acknowledged in kept if acknowledged),
             acks=self._acks(world_size),
             resolved=self._resolved(),
+            chosen=self._chosen(),
+            learned=self.learned(),
             state=self.states(),
             last_step=last_step,
             last_acknowledged=last_acknowledged,
@@ -366,6 +395,12 @@ class JournalReader:
         for env, position in self._rows("SELECT env, position FROM resolved ORDER BY env, position"):
             resolved.setdefault(env, (0, []))[1].append(self._position(position))
         return resolved
+
+    def _chosen(self) -> dict[str, dict[int, int]]:
+        chosen: dict[str, dict[int, int]] = {}
+        for env, position, index in self._rows("SELECT env, position, task_index FROM choices"):
+            chosen.setdefault(env, {})[self._position(position)] = self._position(index)
+        return chosen
 
     def _position(self, position: object) -> int:
         if not isinstance(position, int) or position < 0:

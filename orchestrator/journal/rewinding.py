@@ -1,7 +1,8 @@
 """Setting a run back to an earlier step, for a trainer that fell back further than batches are kept.
 
 Later batches are given up and their tasks are open again; so is what is queued and was sampled by weights that came after
-that step. States, versions and evaluations are those of the step. It is one transaction, and the mark beside the database is
+that step. States, versions, evaluations and the statistics of tasks are those of the step, so a curriculum chooses anew
+for a position that is open again. It is one transaction, and the mark beside the database is
 lowered before it: whenever the process dies, the journal is as it was or set back, and can be opened. What was filtered out
 since the step stays filtered out.
 """
@@ -21,6 +22,9 @@ from orchestrator.journal.opening import open_checked
 from orchestrator.journal.payloads import segments_in
 from orchestrator.journal.reopening import reopen
 
+FindFlaw = Callable[[int, str | None], str]
+"""Says why the run could not go on with a version, which lies at a path or has none; empty when it could."""
+
 LOOKED_AT = 20
 """Versions that are looked at for one that can be loaded."""
 
@@ -37,10 +41,25 @@ class Rewound:
     tasks: int
 
 
-def rewind(run_dir: Path, step: int, *, fsync: bool, find_flaw: Callable[[str], str]) -> Rewound:
+def find_obstacle(run_dir: Path, step: int, *, find_flaw: FindFlaw) -> str:
+    """Why a run, which may be going on, cannot be set back to a step; empty when it can."""
+    path = run_dir / DIRECTORY / DATABASE
+    try:
+        connection = sqlite3.connect(f"file:{path}?mode=ro", uri=True)
+        try:
+            last = connection.execute("SELECT coalesce(max(step), 0) FROM batches").fetchone()[0]
+            _check(connection, run_dir, step, last, find_flaw)
+        finally:
+            connection.close()
+    except (JournalError, sqlite3.Error, OSError, ValueError, KeyError, TypeError) as error:
+        return str(error) or repr(error)
+    return ""
+
+
+def rewind(run_dir: Path, step: int, *, fsync: bool, find_flaw: FindFlaw) -> Rewound:
     """Set the run in a directory that the caller has locked back to a step; raises JournalError, and then it is as it was.
 
-    `find_flaw` says what is wrong with the weights at a path, if anything is.
+    `find_flaw` is asked for the version of that step.
     """
     directory = run_dir / DIRECTORY
     path = directory / DATABASE
@@ -49,20 +68,7 @@ def rewind(run_dir: Path, step: int, *, fsync: bool, find_flaw: Callable[[str], 
     connection, mark = open_checked(directory, fsync=fsync)
     try:
         last = mark.mark.step
-        if not 0 < step <= last:
-            raise JournalError(f"{run_dir}: cannot be set back to step {step}: it has the steps 1 to {last}")
-        states = _states_at(connection, path, step)
-        version, weights = _weights(connection, step, states["version"])
-        if weights is not None and (flaw := find_flaw(weights)):
-            loadable = _loadable(connection, find_flaw)
-            remedy = (
-                f"there are weights of {loadable}"
-                if loadable
-                else "put them back, or start over with --fresh"
-            )
-            raise JournalError(
-                f"{run_dir}: cannot be set back to step {step}: its weights (version {version}) cannot be loaded: {flaw}; {remedy}"
-            )
+        states = _check(connection, run_dir, step, last, find_flaw)
         mark.write(step=step, acknowledged=min(step, mark.mark.acknowledged))
         connection.execute(f"PRAGMA synchronous = {'FULL' if fsync else 'NORMAL'}")
         connection.execute("BEGIN IMMEDIATE")
@@ -81,6 +87,27 @@ def rewind(run_dir: Path, step: int, *, fsync: bool, find_flaw: Callable[[str], 
         connection.close()
         mark.close()
     return rewound
+
+
+def _check(
+    connection: sqlite3.Connection, run_dir: Path, step: int, last: int, find_flaw: FindFlaw
+) -> dict[str, Any]:
+    """What held at the step; JournalError when the run cannot be set back to it."""
+    if not 0 < step <= last:
+        raise JournalError(f"{run_dir}: cannot be set back to step {step}: it has the steps 1 to {last}")
+    states = _states_at(connection, run_dir / DIRECTORY / DATABASE, step)
+    version, weights = _weights(connection, step, states["version"])
+    # Engines that were given nothing since still have what they were started with.
+    moved_on = connection.execute("SELECT count(*) FROM versions WHERE version > ?", (version,)).fetchone()[0]
+    if (weights is not None or moved_on) and (flaw := find_flaw(version, weights)):
+        loadable = _loadable(connection, find_flaw)
+        remedy = (
+            f"there are weights of {loadable}" if loadable else "put them back, or start over with --fresh"
+        )
+        raise JournalError(
+            f"{run_dir}: cannot be set back to step {step}: its weights (version {version}) cannot be gone back to: {flaw}; {remedy}"
+        )
+    return states
 
 
 def _states_at(connection: sqlite3.Connection, path: Path, step: int) -> dict[str, Any]:
@@ -108,7 +135,10 @@ def _set_back(
         " (env, position) IN (SELECT env, position FROM reopened)))",
         (step, version),
     )
+    connection.execute("DELETE FROM choices WHERE (env, position) IN (SELECT env, position FROM reopened)")
     reopen(connection)
+    # What was learned up to the step is with its batch and those before it.
+    connection.execute("DELETE FROM learned")
     for table in ("batches", "acks", "reports", "versions"):
         connection.execute(f"DELETE FROM {table} WHERE step > ?", (step,))  # noqa: S608  # names of tables
     # Those that came after what the states know will be due again.
@@ -152,12 +182,13 @@ def _weights(connection: sqlite3.Connection, step: int, book: dict[str, Any]) ->
     return (row[0], row[1]) if row is not None else (book["published"][-1], book["path"])
 
 
-def _loadable(connection: sqlite3.Connection, find_flaw: Callable[[str], str]) -> str:
+def _loadable(connection: sqlite3.Connection, find_flaw: FindFlaw) -> str:
     """The last steps whose weights are still where they were."""
     rows = connection.execute(
-        "SELECT step, path FROM versions WHERE path IS NOT NULL ORDER BY version DESC LIMIT ?", (LOOKED_AT,)
+        "SELECT step, version, path FROM versions WHERE path IS NOT NULL ORDER BY version DESC LIMIT ?",
+        (LOOKED_AT,),
     ).fetchall()
-    steps = sorted({step for step, path in rows if not find_flaw(path)})
+    steps = sorted({step for step, version, path in rows if not find_flaw(version, path)})
     return f"step{'s' if len(steps) > 1 else ''} {', '.join(map(str, steps))}" if steps else ""
 
 

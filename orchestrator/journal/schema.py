@@ -14,7 +14,7 @@ from pathlib import Path
 from orchestrator.errors import JournalError
 from orchestrator.journal.directory import open_private
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 APPLICATION_ID = 0x524C4F4A
 """Tells a journal from any other SQLite file."""
 
@@ -65,7 +65,8 @@ CREATE TABLE batches (
     row_checksum INTEGER NOT NULL DEFAULT 0,
     facts TEXT,
     tasks TEXT,
-    states BLOB
+    states BLOB,
+    learned BLOB
 );
 CREATE INDEX batches_kept ON batches (kept, step);
 
@@ -84,6 +85,23 @@ CREATE TABLE resolved (
     PRIMARY KEY (env, position)
 ) WITHOUT ROWID;
 CREATE TABLE low_water (env TEXT PRIMARY KEY, position INTEGER NOT NULL) WITHOUT ROWID;
+
+CREATE TABLE choices (
+    env TEXT NOT NULL,
+    position INTEGER NOT NULL,
+    task_index INTEGER NOT NULL,
+    PRIMARY KEY (env, position)
+) WITHOUT ROWID;
+
+CREATE TABLE learned (
+    id INTEGER PRIMARY KEY,
+    env TEXT NOT NULL,
+    task_index INTEGER NOT NULL,
+    version INTEGER NOT NULL,
+    reward REAL NOT NULL,
+    rollouts INTEGER NOT NULL,
+    equal INTEGER NOT NULL
+);
 
 CREATE TABLE counters (
     env TEXT NOT NULL,

@@ -16,8 +16,10 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from orchestrator.curriculum import TaskOutcome
 from orchestrator.errors import JournalError
 from orchestrator.groups.group import Batch, Group
+from orchestrator.journal import learned
 from orchestrator.journal.directory import DATABASE, DIRECTORY, PAYLOADS, make_private
 from orchestrator.journal.opening import open_checked, set_generation
 from orchestrator.journal.payloads import DamagedPayloadError, PayloadWriter, Place, parts_of, segments_in
@@ -97,6 +99,8 @@ class JournalStore:
         self._segment_bytes = segment_bytes
         self._new_groups: list[tuple[object, ...]] = []
         self._new_resolved: list[tuple[object, ...]] = []
+        self._new_choices: list[tuple[object, ...]] = []
+        self._new_learned: list[tuple[object, ...]] = []
         self._counted: Counter[tuple[str, str]] = Counter()
         self._changed: Counter[int] = Counter()
         # The last step formed and acknowledged: in this transaction, and as committed.
@@ -121,6 +125,17 @@ class JournalStore:
     def add_task(self, env: str, position: int, outcome: str) -> None:
         self._new_resolved.append((env, position, outcome))
         self._counted[env, outcome] += 1
+
+    def add_choice(self, env: str, position: int, index: int) -> None:
+        self._new_choices.append((env, position, index))
+
+    def add_late(self, env: str, outcome: TaskOutcome | None) -> None:
+        self.add_learned(env, outcome)
+        self._counted[env, "late"] += 1
+
+    def add_learned(self, env: str, outcome: TaskOutcome | None) -> None:
+        if outcome is not None:
+            self._new_learned.append((env, *outcome))
 
     def evict_group(self, group_id: str, env: str, reason: str) -> None:
         self._insert_new()
@@ -175,7 +190,7 @@ class JournalStore:
         tokens = sum(len(group.tokens) for group in batch.groups)
         self._connection.execute(
             "INSERT INTO batches (step, version, groups, sequences, tokens, reward, envs, formed_at, row_checksum, facts,"
-            " tasks, states) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            " tasks, states, learned) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
             (
                 batch.step,
                 batch.version,
@@ -189,9 +204,17 @@ class JournalStore:
                 facts,
                 json.dumps(tasks_of(batch)),
                 zlib.compress(json.dumps(states).encode()) if states else None,
+                self._take_learned(),
             ),
         )
         self.set_states(states)
+
+    def _take_learned(self) -> bytes | None:
+        """What was learned about tasks since the last batch: from now on it belongs to this one."""
+        query = f"SELECT {learned.COLUMNS} FROM learned ORDER BY id"  # noqa: S608  # names of columns
+        rows = self._connection.execute(query).fetchall()
+        self._connection.execute("DELETE FROM learned")
+        return learned.pack(learned.arrays_of(rows))
 
     def add_ack(self, step: int, rank: int, world_size: int) -> None:
         self._connection.execute(
@@ -242,7 +265,8 @@ class JournalStore:
             "INSERT INTO low_water VALUES (?, ?) ON CONFLICT DO UPDATE SET position = max(position, excluded.position)",
             (env, low),
         )
-        self._connection.execute("DELETE FROM resolved WHERE env = ? AND position < ?", (env, low))
+        for table in ("resolved", "choices"):
+            self._connection.execute(f"DELETE FROM {table} WHERE env = ? AND position < ?", (env, low))  # noqa: S608
 
     def set_states(self, states: Mapping[str, str]) -> None:
         self._connection.executemany(
@@ -374,6 +398,10 @@ class JournalStore:
         insert_rows(
             self._connection, "INSERT OR IGNORE INTO resolved (env, position, outcome)", self._new_resolved
         )
+        insert_rows(
+            self._connection, "INSERT OR REPLACE INTO choices (env, position, task_index)", self._new_choices
+        )
+        insert_rows(self._connection, f"INSERT INTO learned ({learned.COLUMNS})", self._new_learned)
 
     def _give_back(self) -> None:
         for segment in [segment for segment, live in self._live.items() if live <= 0]:
@@ -397,6 +425,8 @@ class JournalStore:
     def _clear(self) -> None:
         self._new_groups.clear()
         self._new_resolved.clear()
+        self._new_choices.clear()
+        self._new_learned.clear()
         self._counted.clear()
         self._changed.clear()
         self._ends = self._committed_ends

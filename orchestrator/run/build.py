@@ -4,6 +4,8 @@ import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 
+import structlog
+
 from orchestrator.buffer import BatchBuffer
 from orchestrator.dispatch.admission import Admission
 from orchestrator.dispatch.dispatcher import Dispatcher, Training
@@ -25,6 +27,8 @@ from orchestrator.sinks.eval_sink import EvalSink
 from orchestrator.sinks.train_sink import TrainSink
 from orchestrator.tasks.evaluations import Evaluations
 from orchestrator.tasks.source import SourceEnv, TrainSource
+
+log = structlog.get_logger()
 
 
 def build_run(
@@ -53,8 +57,16 @@ def build_run(
         **settings.strategy_options,
     )
     source = TrainSource(
-        [SourceEnv(env.name, env.split, env.num_tasks) for env in envs.values()], mix=mix, seed=settings.seed
+        [SourceEnv(env.name, env.split, env.num_tasks, env.curriculum) for env in envs.values()],
+        mix=mix,
+        seed=settings.seed,
+        chosen=journal.record_choice,
     )
+    for env in envs.values():
+        if env.num_tasks is None and env.curriculum.strategy != "uniform":
+            log.warning(
+                "curriculum.not_used", env=env.name, note="its tasks have no end, so they come in their order"
+            )
     buffer = build_buffer(settings, journal.split_group)
     evaluations = Evaluations([env.plan for env in settings.evals])
     facts = Facts(targets, ledger=ledger, versions=versions, now=now)
@@ -63,6 +75,7 @@ def build_run(
     sink = TrainSink(
         buffer=buffer,
         max_steps=settings.max_steps,
+        ahead=settings.ahead,
         group_sizes=sizes,
         versions=versions,
         pace=pace,
@@ -156,12 +169,14 @@ def build_buffer(
     """The queue of finished groups."""
     batch = settings.batch
     splits = batch.on_stuck == "split" and batch.unit == "sequences"
+    targets = {env.name: env.target for env in settings.train}
     return BatchBuffer(
         batch.size,
         minimums=None if batch.quotas else {env.name: env.minimum for env in settings.train if env.minimum},
         envs=[env.name for env in settings.train],
         unit=batch.unit,
-        quotas={env.name: env.target for env in settings.train} if batch.quotas else None,
+        targets=targets if batch.mix == "even" and not batch.quotas and batch.unit == "sequences" else None,
+        quotas=targets if batch.quotas else None,
         on_starved=batch.on_starved,
         on_stuck="split" if splits else "wait",
         stuck_after_s=batch.stuck_after_s,

@@ -49,9 +49,17 @@ class Changes(msgspec.Struct, kw_only=True):
         return dict(msgspec.to_builtins(self))
 
     def against(
-        self, *, ratios: Mapping[str, float | None], max_inflight: int, endpoints: Sequence[str]
+        self,
+        *,
+        ratios: Mapping[str, float | None],
+        max_inflight: int,
+        endpoints: Sequence[str],
+        sourced: bool,
     ) -> list[str]:
-        """Drop what the configuration says otherwise by now; returns a sentence for each."""
+        """Drop what the configuration says otherwise by now; returns a sentence for each.
+
+        `sourced`: others than the listed endpoints are named by sources, so that any may have been removed.
+        """
         dropped = []
         for env, change in list(self.ratios.items()):
             if env not in ratios or ratios[env] != change.configured:
@@ -66,10 +74,10 @@ class Changes(msgspec.Struct, kw_only=True):
         for url in [url for url in self.added if url in endpoints]:
             del self.added[url]
             dropped.append(f"the added inference server {shown_url(url)}")
-        for url in [url for url in self.removed if url not in endpoints]:
+        for url in [url for url in self.removed if url not in endpoints and not sourced]:
             del self.removed[url]
             dropped.append(f"the removal of the inference server {shown_url(url)}")
-        if len(self.removed) == len(endpoints) and not self.added:
+        if len(self.removed) == len(endpoints) and not self.added and not sourced:
             dropped += [f"the removal of the inference server {shown_url(url)}" for url in self.removed]
             self.removed.clear()
         return dropped
@@ -79,13 +87,13 @@ class Changes(msgspec.Struct, kw_only=True):
         """What it was changed to; None where nobody has."""
         return None if self.max_inflight is None else int(self.max_inflight.value)
 
-    def endpoints(self, configured: Sequence[str]) -> tuple[list[str], list[str]]:
+    def endpoints(self, configured: Sequence[str], *, sourced: bool) -> tuple[list[str], list[str]]:
         """The inference servers that a run starts with, and those that join when it has started.
 
         One that was added by hand and does not fit any more keeps no run from starting, as long as another is there.
         """
         staying = [url for url in configured if url not in self.removed]
-        return (staying, list(self.added)) if staying else (list(self.added), [])
+        return (staying, list(self.added)) if staying or sourced else (list(self.added), [])
 
     def held(self, env: str) -> str:
         """Since when an env is quarantined by hand, and by whom; empty where it is not."""

@@ -101,6 +101,7 @@ class Control:
             ratios=configured.ratios,
             max_inflight=configured.max_inflight,
             endpoints=configured.endpoints,
+            sourced=configured.sourced,
         ):
             log.warning("control.dropped", what=what, why="the configuration was changed meanwhile")
         if changes.ratios:
@@ -248,6 +249,33 @@ class Control:
         if self.changes.added.pop(url, None) is None:
             self.changes.removed[url] = Mark(origin.at, origin.by)
         return Reply(f"inference server removed: {shown_url(url)}; rollouts on it end, it gets no new ones")
+
+    # What sources say, which a person's word beats. --------------------------------------------------------------------
+
+    def found(self, url: str, source: str) -> None:
+        """A source names an inference server: it joins, unless somebody has removed it."""
+        if url in self.changes.removed:
+            log.info(
+                "endpoint.held_out", endpoint=shown_url(url), source=source, why="it was removed by hand"
+            )
+        else:
+            self._parts.pool.take_in(url, source)
+
+    def gone(self, url: str) -> bool:
+        """No source names an inference server any more: it leaves, unless somebody has added it.
+
+        Whoever has its address later is another one, so that a removal by hand ends here; whether one did.
+        """
+        if url not in self.changes.added:
+            self._parts.pool.let_go(url)
+        if url in self._configured.endpoints or self.changes.removed.pop(url, None) is None:
+            return False
+        log.info(
+            "control.dropped",
+            what=f"the removal of the inference server {shown_url(url)}",
+            why="no source names it any more",
+        )
+        return True
 
 
 def _unknown(env: str, known: Mapping[str, object] | Sequence[str], what: str = "env") -> str:

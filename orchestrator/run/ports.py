@@ -24,6 +24,9 @@ class TrainPort(EnvPort, Protocol):
     def servers(self) -> int: ...
     @property
     def restarts(self) -> int: ...
+    @property
+    def nodes(self) -> Mapping[str, str]:
+        """Where ready servers run that are not on this machine, by server."""
 
 
 class EndpointFacts(Protocol):
@@ -41,6 +44,8 @@ class EndpointFacts(Protocol):
     def version_newest(self) -> int: ...
     @property
     def error(self) -> str: ...
+    @property
+    def source(self) -> str: ...
 
 
 class Pool(Placement, Protocol):
@@ -68,6 +73,12 @@ class Pool(Placement, Protocol):
     def remove_endpoint(self, url: str) -> None:
         """Give it no further work; it is gone when its rollouts have ended."""
 
+    def take_in(self, url: str, source: str) -> None:
+        """Add one that a source names, unless it is there."""
+
+    def let_go(self, url: str) -> None:
+        """Remove one that a source has named, were it the last."""
+
 
 class RunJournal(Record, Protocol):
     """The record that survives a crash."""
@@ -78,6 +89,9 @@ class RunJournal(Record, Protocol):
     def backlog_bytes(self) -> int: ...
     @property
     def kept(self) -> tuple[int, int]: ...
+    def record_choice(self, env: str, position: int, index: int) -> None:
+        """A curriculum has chosen the task of a position."""
+
     def split_group(self, group: Group, n: int) -> tuple[Group, Group]: ...
     def record_acknowledged(self, step: int) -> None: ...
     def record_states(self, states: Mapping[str, Any]) -> None: ...

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import structlog
 
+from orchestrator.curriculum import Outcomes
 from orchestrator.facts import StepRecord
 from orchestrator.groups.group import Batch, Group
 from orchestrator.run.run import Run
@@ -30,6 +31,14 @@ class Recovery(Protocol):
     @property
     def resolved(self) -> Mapping[str, tuple[int, Sequence[int]]]:
         """Per env, the position below which everything is resolved, and the resolved ones above it."""
+
+    @property
+    def chosen(self) -> Mapping[str, Mapping[int, int]]:
+        """Per env, the tasks that a curriculum chose, by position."""
+
+    @property
+    def learned(self) -> Mapping[str, Outcomes]:
+        """Per env, what groups said about their tasks, in the order of recording."""
 
     @property
     def state(self) -> Mapping[str, Any]: ...
@@ -79,7 +88,7 @@ def resume(
     trained = max(recovered.last_acknowledged, min(weights.trained, recovered.last_step))
     parts.versions.load_state_dict(weights.state, formed=recovered.last_step, trained=trained)
     run.acknowledged = recovered.last_acknowledged
-    run.weights_path, run.loaded_path = weights.path, weights.loaded_path
+    run.weights.path, run.weights.loaded_path = weights.path, weights.loaded_path
     parts.eval_sink.results = [{key: row[key] for key in row if key != "at"} for row in evals]
     if recovered.empty:
         return
@@ -91,7 +100,10 @@ def resume(
     asked_again = 0
     for env in parts.train:
         low, resolved = recovered.resolved.get(env, (0, []))
-        asked_again += parts.source.load_resolved(env, low, resolved, held.get(env, ()))
+        chosen = recovered.chosen.get(env, {})
+        asked_again += parts.source.load_resolved(env, low, resolved, held.get(env, ()), chosen)
+        if env in recovered.learned:
+            parts.source.load_outcomes(env, recovered.learned[env])
     for env in recovered.resolved.keys() - parts.train.keys():
         log.warning("env.gone", env=env, note="it was in an earlier process of this run")
     for batch in recovered.batches:

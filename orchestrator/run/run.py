@@ -17,9 +17,10 @@ import structlog
 from envs.addresses import shown_url
 from envs.wire import Failure, Result
 from orchestrator.dispatch.ledger import Lane
-from orchestrator.dispatch.ports import GroupCompleted, GroupDropped
+from orchestrator.dispatch.ports import CancelAttempt, GroupCompleted, GroupDropped
 from orchestrator.dispatch.waits import Wait, WaitKind
 from orchestrator.dispatch.work import Attempt, PendingGroup
+from orchestrator.facts.steps import SLOWEST
 from orchestrator.mix import Change
 from orchestrator.run.commands import Command, Drain, Endpoint, Origin, Resume, as_json
 from orchestrator.run.control import Control, Reply
@@ -30,10 +31,10 @@ from orchestrator.run.ports import (
     DrainRun,
     EndRun,
     EvaluationFinished,
-    LoadWeights,
     RunInstruction,
 )
 from orchestrator.run.settings import RunSettings
+from orchestrator.run.weights import RunWeights
 
 log = structlog.get_logger()
 
@@ -61,18 +62,11 @@ class Run:
         self.state = RunState.STARTING
         self.acknowledged = 0
         """Last step that every rank is done with; it may be trained on, and its version published, before."""
-        self.weights_path: str | None = None
-        """Where the newest published version lies."""
-        self.loaded_path: str | None = None
-        """Where the version lies that the inference servers have."""
-        self.begins_with_trainer = False
-        """Whether the trainer publishes version 0, before which nothing is sampled."""
-        self.refused = ""
-        """The last version that no inference server could load, and why; empty when a later one was loaded."""
         self.ended = ""
         """Why the run is over; empty while it is not."""
         self.progressed = 0.0
         """When a rollout last ended or a batch was last formed."""
+        self.weights = RunWeights(parts.versions, parts.journal)
         self.minimums = Minimums(settings, parts)
         self.control = Control(settings, parts)
         self._patience = Patience(parts.dispatcher.flight, {env.name: env.limits for env in settings.train})
@@ -88,9 +82,8 @@ class Run:
         self.state = RunState.RUNNING
         self.progressed = now
         self.parts.facts.begin(now)
-        versions = self.parts.versions
-        if versions.serving != versions.published:
-            self._out.append(LoadWeights(versions.published, self.weights_path))
+        if (asked_for := self.weights.asked_for) is not None:
+            self._out.append(asked_for)
 
     def on_result(self, attempt: Attempt, result: Result, now: float) -> None:
         """An attempt brought rollouts back."""
@@ -103,6 +96,7 @@ class Run:
             if group.lane is Lane.TRAIN:
                 parts.sink.saw(group.env, result)
                 parts.facts.returned(group.env, result, now - attempt.started)
+                group.slowest_s = max(group.slowest_s, now - attempt.started)
         parts.dispatcher.finish(attempt, result, now)
         self._absorb(now)
 
@@ -113,6 +107,10 @@ class Run:
         if not attempt.ended:
             parts.facts.failed(attempt.group.lane, attempt.group.env, failure.kind, failure.described)
             parts.archive.attempt_failed(attempt.group, failure, now)
+            if attempt.group.lane is Lane.TRAIN:
+                # A server's death cuts an attempt off: how long it would have taken, nobody knows.
+                end = "cut" if together else "retryable" if failure.retryable else "failed"
+                parts.facts.took(attempt.group.env, end, now - attempt.started)
         if together:
             parts.dispatcher.lose(attempt, together, now)
         else:
@@ -134,10 +132,7 @@ class Run:
 
     def on_trained(self, step: int, now: float) -> None:
         """A step was trained on, though perhaps not acknowledged yet."""
-        versions = self.parts.versions
-        step = min(step, versions.formed)
-        if step > versions.trained:
-            versions.trained = step
+        if self.weights.trained(step):
             self.save(now)
 
     def on_report(self, step: int, metrics: Mapping[str, float]) -> str:
@@ -151,44 +146,29 @@ class Run:
             log.warning("trainer.mismatch", found=reports.trouble, remedy=MISMATCH_REMEDY)
         return problem
 
-    def on_publish(self, version: int, path: str | None, now: float) -> None:
-        """The trainer has a new version; older ones and repetitions are harmless.
-
-        A version that is named after a step says that the step was trained on; others are told by `on_trained`.
-        """
-        versions = self.parts.versions
-        if version <= self.newest_version:
-            log.info("version.ignored", version=version, newest=versions.published)
+    def on_publish(self, version: int, path: str | None, now: float, *, step: int = 0) -> None:
+        """The trainer has a version, which comes of a step where it says so; older ones and repetitions are harmless."""
+        asked_for = self.weights.publish(version, path, step=step)
+        if asked_for is None:
             return
-        if version > versions.published:
-            versions.publish(version)
-        self.weights_path = path
-        if version <= versions.formed:
-            versions.trained = max(versions.trained, version)
-        # Numbered in another way: it comes after the step that follows those which are known to be trained on.
-        step = version if version <= versions.formed else min(versions.trained + 1, versions.formed)
-        self.parts.journal.record_version(version, step, path)
         if self.settings.mode == "drop":
             self.parts.dispatcher.drop_stale()
             self._absorb(now)
-        self._out.append(LoadWeights(version, path))
+        self._out.append(asked_for)
         self.save(now)
+
+    def on_sending(self, version: int | None, until: float, now: float) -> None:
+        """The trainer sends a version to the inference servers, which stand still, at the latest until then; None: it is over."""
+        self.weights.sending = None if version is None else (version, until)
 
     def on_loaded(self, version: int, path: str | None, now: float) -> None:
         """The inference servers have a version."""
-        self.parts.versions.serving = version
-        self.loaded_path = path
-        self.refused = ""
+        self.weights.loaded(version, path)
         self.save(now)
 
     def on_refused(self, version: int, why: str, now: float) -> None:
         """No inference server could load a version: the last one stays in use, and it was never published."""
-        log.error("version.refused", version=version, why=why)
-        self.refused = f"version {version} could not be loaded: {why}"
-        if version == self.parts.versions.published:
-            self.weights_path = self.loaded_path
-        self.parts.versions.withdraw(version)
-        self.parts.journal.forget_version(version)
+        self.weights.refuse(version, why)
         self.save(now)
 
     def on_control(self, command: Command, origin: Origin, now: float) -> Reply:
@@ -212,6 +192,15 @@ class Run:
                 self.parts.mix.begin_anew(now)
             self.save(now)
         return reply
+
+    def on_endpoint_found(self, url: str, source: str, now: float) -> None:
+        """A source names an inference server."""
+        self.control.found(url, source)
+
+    def on_endpoint_gone(self, url: str, now: float) -> None:
+        """No source names an inference server any more."""
+        if self.control.gone(url):
+            self.save(now)
 
     def _deaf(self) -> str:
         """Why no command is taken now; empty while any is."""
@@ -241,13 +230,6 @@ class Run:
         self.state = RunState.FINISHED
         self.parts.dispatcher.abandon("shutdown")
         self._absorb(now)
-
-    @property
-    def newest_version(self) -> int:
-        """The version that the next one must be above: -1 while version 0 itself is to be published."""
-        published = self.parts.versions.published
-        initial = self.begins_with_trainer and published == 0 and self.weights_path is None
-        return -1 if initial else published
 
     @property
     def version(self) -> int:
@@ -394,6 +376,10 @@ class Run:
                         if group.lane is Lane.TRAIN:
                             self.parts.sink.dropped(group, reason, again=again, now=now)
                         group.results.clear()
+                    case CancelAttempt(attempt):
+                        if attempt.group.lane is Lane.TRAIN:
+                            self.parts.facts.took(attempt.group.env, "cut", now - attempt.started)
+                        self._out.append(instruction)
                     case _:
                         self._out.append(instruction)
         return absorbed
@@ -401,6 +387,7 @@ class Run:
     def _completed(self, group: PendingGroup, now: float) -> None:
         if group.lane is Lane.TRAIN:
             self._patience.learn(group.env, now - group.opened)
+            self.parts.facts.took(group.env, SLOWEST, group.slowest_s)
             self.parts.sink.completed(group, now)
         else:
             self.parts.archive.evaluated(group, now)
@@ -435,12 +422,7 @@ class Run:
         """What a later process needs, by the name of its part."""
         parts = self.parts
         return {
-            "version": {
-                **parts.versions.state_dict(),
-                "path": self.weights_path,
-                "loaded_path": self.loaded_path,
-                "trained": parts.versions.trained,
-            },
+            "version": self.weights.state(),
             "mix": parts.mix.state_dict(),
             "facts": parts.facts.state_dict(now),
             "ledger": parts.ledger.state_dict(),

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any, Literal
 
+from orchestrator.curriculum import UNIFORM, CurriculumSettings
 from orchestrator.dispatch.pace import Mode
 from orchestrator.dispatch.ports import Rules
 from orchestrator.groups.scoring import AdvantageFunction
@@ -36,6 +37,7 @@ class TrainEnvSettings:
     on_unmet_minimum: Literal["waive", "wait"] = "waive"
     max_inflight: int | None = None
     rollouts_per_minute: float | None = None
+    curriculum: CurriculumSettings = UNIFORM
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +54,7 @@ class BatchSettings:
 
     size: int
     unit: Literal["sequences", "tokens"]
+    mix: Literal["even", "oldest"]
     quotas: bool
     on_starved: Literal["redistribute", "wait"]
     on_stuck: Literal["wait", "split"]
@@ -70,6 +73,8 @@ class Changeable:
     targets: Callable[[Mapping[str, float]], Mapping[str, float]]
     max_inflight: int
     endpoints: Sequence[str]
+    sourced: bool
+    """Whether sources name further endpoints."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +85,8 @@ class RunSettings:
     max_steps: int | None
     batch: BatchSettings
     max_versions: int
+    ahead: int
+    """Batches that may be formed and not trained on."""
     mode: Mode
     train: Sequence[TrainEnvSettings]
     rules: Rules

@@ -16,7 +16,9 @@ from orchestrator.facts import (
     EndpointStatus,
     EnvStatus,
     ReportStatus,
+    SourceStatus,
     Status,
+    TaskStatus,
     TrackerStatus,
     WaitStatus,
     by_domain,
@@ -34,6 +36,7 @@ def build_status(
     waits: Sequence[Wait] = (),
     notes: Sequence[str] = (),
     trackers: Sequence[TrackerStatus] = (),
+    sources: Sequence[SourceStatus] = (),
 ) -> Status:
     """The run at this moment; `waits` and `notes` are what others than the run know."""
     parts = run.parts
@@ -74,12 +77,12 @@ def build_status(
         envs=envs,
         domains=by_domain(envs),
         endpoints=[
-            EndpointStatus(shown_url(e.url), e.healthy, e.inflight, e.version, e.error)
+            EndpointStatus(shown_url(e.url), e.healthy, e.inflight, e.version, e.error, e.source)
             for e in parts.pool.endpoints
         ],
         evals=parts.eval_sink.results[-20:],
         staleness=facts.staleness_numbers(),
-        refused=run.refused,
+        refused=run.weights.refused,
         notes=[*notes, *(f'tracker "{t.name}": {t.error} ({t.lost} lost)' for t in trackers if t.error)],
         minimums_waived=run.minimums.times_waived,
         loop_lag_p99_s=loop_lag_p99_s,
@@ -106,6 +109,7 @@ def build_status(
         max_versions=run.settings.max_versions,
         disk_free_bytes=disk_free_bytes,
         trackers=list(trackers),
+        sources=list(sources),
         changes=run.control.changes.lines(),
     )
 
@@ -152,6 +156,7 @@ def _env_statuses(run: Run, now: float) -> dict[str, EnvStatus]:
             servers_ready=port.ready_servers,
             servers=port.servers,
             restarts=port.restarts,
+            nodes=dict(port.nodes),
             queued=queued.get(name, 0),
             minimum=minimums.get(name, 0),
             minimum_waived=run.minimums.waived.get(name, "") if minimums.get(name) else "",
@@ -161,8 +166,24 @@ def _env_statuses(run: Run, now: float) -> dict[str, EnvStatus]:
             rewards=[step.envs[name].sampled_reward if name in step.envs else None for step in history],
             last=last.get(name),
             held=run.control.changes.held(name),
+            tasks=_task_status(run, name),
         )
     return statuses
+
+
+def _task_status(run: Run, name: str) -> TaskStatus:
+    source = run.parts.source
+    statistics = source.statistics(name)
+    hardest, most_tried = source.notable(name).find()
+    return TaskStatus(
+        num_tasks=statistics.num_tasks,
+        tried=statistics.seen,
+        solve_rates=list(statistics.histogram),
+        strategy=next(env.curriculum.strategy for env in run.settings.train if env.name == name),
+        pools=dict(source.pools(name)),
+        hardest=hardest,
+        most_tried=most_tried,
+    )
 
 
 def diagnose(run: Run, now: float) -> dict[str, Any]:
@@ -214,6 +235,7 @@ def build_summary(run: Run, end: str, now: float) -> dict[str, Any]:
                 "sequences": env.emitted,
                 "rollouts": env.completed,
                 "num_tasks": tasks[name],
+                "tasks": msgspec.to_builtins(env.tasks),
                 "acceptance": env.acceptance,
                 "mean_latency_s": env.mean_latency_s,
                 "dropped": env.dropped,

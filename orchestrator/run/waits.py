@@ -4,6 +4,8 @@ Every wait has an event that ends it, somebody who sends it, a bound, and a sent
 of all of them. The first entries are those of dispatch (why nothing more is started), then those of the next batch.
 """
 
+from collections.abc import Callable
+
 from orchestrator.dispatch.waits import Wait, WaitKind
 from orchestrator.run.run import Run, RunState
 
@@ -23,8 +25,12 @@ def find_waits(run: Run, now: float) -> list[Wait]:
         found.append(Wait(WaitKind.ENDPOINT, f"an inference server: {explanation}"))
     elif pause is None:
         found += parts.dispatcher.waits(now)
-    if run.refused:
-        found.append(Wait(WaitKind.WEIGHTS, f"a version that can be loaded ({run.refused})"))
+    if run.weights.sending is not None:
+        version, until = run.weights.sending
+        text = f"the trainer to send version {version}; the inference servers stand still meanwhile"
+        found.append(Wait(WaitKind.WEIGHTS, text, until=until))
+    elif run.weights.refused:
+        found.append(Wait(WaitKind.WEIGHTS, f"a version that can be loaded ({run.weights.refused})"))
     elif parts.versions.serving != parts.versions.published:
         found.append(
             Wait(
@@ -78,3 +84,15 @@ def describe(waits: list[Wait]) -> str:
     """The waits of dispatch in one sentence, for a line in a terminal."""
     shown = [wait.text for wait in waits if wait.kind is not WaitKind.GROUPS]
     return "; ".join(shown or [wait.text for wait in waits])
+
+
+def failing_for(run: Run, now: float) -> float:
+    """Seconds since every env fails; a paused run stands still because somebody wants it to."""
+    return 0.0 if run.paused else run.parts.mix.all_quarantined_for(now)
+
+
+def end_by_failing(failing_s: float, timeout_s: float, failures: Callable[[], str]) -> str:
+    """Why a run in which every env fails ends, with or without `exit_on_stall`; empty while it may go on."""
+    if failing_s < timeout_s:
+        return ""
+    return f"every env has been failing for {failing_s:.0f} s: {failures()}"

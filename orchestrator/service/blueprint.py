@@ -4,19 +4,24 @@ Components take small frozen structures and never see the configuration; these f
 environments is in `env_blueprint`, what is about engines in `inference_blueprint`; no other place knows both sides.
 """
 
+import json
 import random
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from envs.loader import parse_id
 from orchestrator.buffer.minimums import BatchMinimums
 from orchestrator.config import Config
 from orchestrator.config.checks import find_problems
 from orchestrator.config.domains import domain_of
-from orchestrator.config.env_sections import EnvSection
+from orchestrator.config.env_sections import EnvSection, TrainEnvSection
 from orchestrator.config.fitting import batch_minimums
+from orchestrator.curriculum import CurriculumSettings, build_curriculum, verify_curriculum
+from orchestrator.discovery import is_source
 from orchestrator.dispatch.ports import Rules
 from orchestrator.env_servers.env import (
     EvalEnvs,
@@ -60,6 +65,7 @@ def find_faults(config: Config) -> list[str]:
     """What would fail at the start, as far as it can be known without starting a process."""
     parts: list[Callable[[], object]] = [
         lambda: verify_strategy(lambda: _trial_mix(config)),
+        *(partial(_verify_curriculum, config, section) for section in config.train.env),
         lambda: build_advantage(config.dispatch.advantage),
         lambda: build_weight_update(config.inference.weight_update),
         *(partial(verify_env, config, section, train=True) for section in config.train.env),
@@ -94,6 +100,18 @@ def _trial_mix(config: Config) -> CircuitBreaker:
     )
 
 
+def _verify_curriculum(config: Config, section: TrainEnvSection) -> None:
+    settings = build_curriculum_settings(config, section)
+    verify_curriculum(lambda tasks: build_curriculum(settings, tasks, env=section.label))
+
+
+def build_curriculum_settings(config: Config, section: TrainEnvSection) -> CurriculumSettings:
+    """How the tasks of an env are chosen: as its own table says, else as all do."""
+    table = section.curriculum or config.curriculum
+    low, high = table.reward_range
+    return CurriculumSettings(table.strategy, table.options, table.explore, (low, high))
+
+
 def build_minimums(config: Config) -> BatchMinimums:
     """What every batch has at least of each env: as configured, or lowered to what whole groups can give."""
     return batch_minimums(config.batch, config.train)
@@ -110,10 +128,17 @@ def build_identity(config: Config, train: TrainEnvs) -> RunIdentity:
                 num_tasks=env.num_tasks,
                 args=digest_of(env.spec.args),
                 samples={str(index): digest for index, digest in env.samples.items()},
+                curriculum=_plain(asdict(build_curriculum_settings(config, section))),
             )
             for (name, env), section in zip(train.items(), config.train.env, strict=True)
         },
     )
+
+
+def _plain(values: dict[str, Any]) -> dict[str, Any]:
+    """As JSON knows it: a table of options may hold dates."""
+    found: dict[str, Any] = json.loads(json.dumps(values, default=str))
+    return found
 
 
 def _without_split(text: str) -> str:
@@ -133,6 +158,7 @@ def build_settings(
         batch=BatchSettings(
             size=batch.size,
             unit=batch.unit,
+            mix=batch.mix,
             quotas=batch.quotas,
             on_starved=batch.on_starved,
             on_stuck=batch.on_stuck,
@@ -140,6 +166,7 @@ def build_settings(
             max_buffered=batch.max_buffered,
         ),
         max_versions=config.staleness.max_versions,
+        ahead=config.trainer.ahead,
         mode=config.staleness.mode,
         train=[
             TrainEnvSettings(
@@ -154,6 +181,7 @@ def build_settings(
                 on_unmet_minimum=section.on_unmet_minimum,
                 max_inflight=section.max_inflight,
                 rollouts_per_minute=section.rollouts_per_minute,
+                curriculum=build_curriculum_settings(config, section),
             )
             for (name, env), section in zip(train.items(), config.train.env, strict=True)
         ],
@@ -169,6 +197,7 @@ def build_settings(
             targets=partial(_retargeted, config, train),
             max_inflight=dispatch.max_inflight,
             endpoints=endpoints,
+            sourced=any(map(is_source, config.inference.base_urls)),
         ),
     )
 
@@ -263,16 +292,22 @@ def describe_start(config: Config) -> list[str]:
         lines.append("policy server on 127.0.0.1 (local)")
         if config.local.trainer:
             lines.append(f"reference trainer, learning rate {config.local.learning_rate:g}")
-    lines += [f"inference server at {url} (expected to run)" for url in config.inference.base_urls]
+    lines += [
+        f"inference servers that {url} names"
+        if is_source(url)
+        else f"inference server at {url} (expected to run)"
+        for url in config.inference.base_urls
+    ]
     sections: list[tuple[str, EnvSection]] = [
         *(("train", section) for section in config.train.env),
         *(("eval", section) for section in config.eval.env),
     ]
     for table, section in sections:
+        started = "server(s) on Ray" if section.launcher == "ray" else "server process(es)"
         where = (
-            f"at {', '.join(section.addresses)}"
+            f"at {', '.join(f'all that {entry} names' if is_source(entry) else entry for entry in section.addresses)}"
             if section.addresses
-            else f"{section.workers} server process(es)"
+            else f"{section.workers} {started}"
         )
         lines.append(f'{table} env "{section.label}" ({", ".join(section.ids)}): {where}')
     link = re.sub(r"^(tcp://.*):0$", r"\1, a free port", trainer_address(config))

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from orchestrator.config import Config
+from orchestrator.discovery import is_source
 from orchestrator.dispatch.limits import TokenBucket
 from orchestrator.errors import JournalError
 from orchestrator.journal import Journal, Recovered
@@ -55,6 +56,7 @@ def changes_of(config: Config, recovered: Recovered, endpoints: Sequence[str]) -
         ratios=blueprint.configured_ratios(config),
         max_inflight=config.dispatch.max_inflight,
         endpoints=endpoints,
+        sourced=any(map(is_source, config.inference.base_urls)),
     )
     return changes
 

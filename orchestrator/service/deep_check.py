@@ -1,7 +1,7 @@
 """`check --deep`: what can only be known by trying, all of it at once, and nothing stays behind.
 
 Every environment is loaded by a server process as a run would start it, under its own interpreter, and servers that run
-elsewhere are greeted. Every inference server is asked for its model and its log-probabilities. Ports are bound and given back. What it finds are
+elsewhere are greeted. Sources are looked at, and whoever they name is tried. Every inference server is asked for its model and its log-probabilities. Ports are bound and given back. What it finds are
 lines for the user: problems, which a run would meet too, and warnings.
 """
 
@@ -23,6 +23,9 @@ import msgspec
 from envs.errors import shown_url
 from envs.report import EnvReport, read_report
 from orchestrator.config import Config
+from orchestrator.discovery import LookupFailed, Source, is_source, look_up
+from orchestrator.discovery.lookup import look_aside
+from orchestrator.discovery.source import ENGINES
 from orchestrator.env_servers.env import Env
 from orchestrator.errors import ConfigError, EnvError
 from orchestrator.inference import EngineApi, EngineError, EngineRefusedError
@@ -49,8 +52,35 @@ async def look_deep(config: Config) -> Findings:
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(_try_envs(config, found))
         for url in config.inference.base_urls:
-            tasks.create_task(_ask_engine(config, url, found))
+            if is_source(url):
+                tasks.create_task(_ask_named_engines(config, url, found))
+            else:
+                tasks.create_task(_ask_engine(config, url, found))
     return found
+
+
+async def _ask_named_engines(config: Config, entry: str, found: Findings) -> None:
+    """Ask every inference server that a source names now."""
+    (source,) = env_blueprint.sources_of(config, [entry], ENGINES)
+    named = await _named(source)
+    if isinstance(named, str):
+        found.problems.append(f"inference.base_urls: {named}")
+        return
+    async with asyncio.TaskGroup() as tasks:
+        for url in named:
+            tasks.create_task(_ask_engine(config, url, found))
+
+
+async def _named(source: Source) -> list[str] | str:
+    """Who a source names now, or why there is nobody."""
+    try:
+        async with asyncio.timeout(ANSWER_S):
+            named = await look_aside(look_up, source)
+    except TimeoutError:
+        return f"{source.text}: no answer in {ANSWER_S:g} s"
+    if isinstance(named, LookupFailed):
+        return f"{source.text}: {named}"
+    return named or f"{source.text} names no server"
 
 
 async def _try_envs(config: Config, found: Findings) -> None:
@@ -70,22 +100,29 @@ async def _try_envs(config: Config, found: Findings) -> None:
 
 def _buildable(config: Config) -> Iterator[Env]:
     """The environments without those whose faults are known already."""
+    places = env_blueprint.build_places(config)
     for section in config.train.env:
         with contextlib.suppress(ConfigError):
             env_blueprint.verify_env(config, section, train=True)
-            yield env_blueprint.build_train_env(config, section)
+            yield env_blueprint.build_train_env(config, section, places)
     for evaluated in config.eval.env:
         with contextlib.suppress(ConfigError):
             env_blueprint.verify_env(config, evaluated, train=False)
-            yield env_blueprint.build_eval_env(config, evaluated)
+            yield env_blueprint.build_eval_env(config, evaluated, places)
 
 
 async def _try_env(env: Env, folder: Path) -> EnvReport | str:
     """What its server reports, or why there is none; an environment that runs elsewhere reports nothing."""
-    elsewhere = bool(env.spec.addresses)
-    timeout_s = min(env.spec.ready_timeout_s, ANSWER_S) if elsewhere else env.spec.ready_timeout_s
+    timeout_s = min(env.spec.ready_timeout_s, ANSWER_S) if env.spec.elsewhere else env.spec.ready_timeout_s
     report = folder / "report.json"
-    trial = Env(replace(env.spec, workers=1, log_dir=folder, report=report, ready_timeout_s=timeout_s))
+    addresses = list(env.spec.addresses)
+    for source in env.spec.sources:
+        named = await _named(source)
+        if isinstance(named, str):
+            return f'env "{env.name}": {named}'
+        addresses += [address for address in named if address not in addresses]
+    spec = replace(env.spec, workers=1, log_dir=folder, report=report, ready_timeout_s=timeout_s)
+    trial = Env(replace(spec, addresses=tuple(addresses), sources=()))
     try:
         await trial.spawn()
         await trial.connect()

@@ -20,6 +20,9 @@ from orchestrator.run.ports import DrainRun, Driven, EndRun, EvaluationFinished,
 
 log = structlog.get_logger()
 
+TOGETHER_S = 0.001
+"""Answers that come within this time are looked at together: looking costs as much as an answer, however many there are."""
+
 TURN = 256
 """Starts per turn of the loop: a few milliseconds, so that completions are never kept waiting."""
 
@@ -75,7 +78,7 @@ class Driver(Generic[Run_]):
             self._wake.clear()
             if self._error is not None:
                 raise self._error
-            now = self.clock()
+            now, looked = self.clock(), loop.time()
             more = self.run.advance(now, at_most=TURN)
             self.perform()
             self._turned.set()
@@ -89,6 +92,8 @@ class Driver(Generic[Run_]):
             finally:
                 if timer is not None:
                     timer.cancel()
+            if (early := looked + TOGETHER_S - loop.time()) > 0:
+                await asyncio.sleep(early)
 
     async def wait_idle(self) -> None:
         """Wait until no group is open."""
@@ -151,6 +156,7 @@ class Driver(Generic[Run_]):
             base_url=attempt.endpoint.url,
             session=group.task.key,
             cache_salt=str(self.run.version),
+            model=attempt.endpoint.adapter,
             context=attempt,
         )
         attempt.request = request

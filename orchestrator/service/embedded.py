@@ -24,7 +24,7 @@ from orchestrator.service.log_file import note, open_log
 from orchestrator.service.service import Service
 from orchestrator.service.starting import start_service
 from orchestrator.trainer.batch import TrainingBatch
-from orchestrator.trainer.client import Publication
+from orchestrator.trainer.conversation import Publication
 from orchestrator.trainer_link.inside import InsideClient, InsideLink
 
 log = structlog.get_logger()
@@ -91,6 +91,23 @@ class EmbeddedRun:
         """
         shown = None if path is None else str(path)
         return await self._while_serving(self._client.publish(version, shown, wait_s=wait_s), outlives=False)
+
+    @asynccontextmanager
+    async def updating(self, version: int, *, wait_s: float = 0.0) -> AsyncIterator[list[str]]:
+        """Send a version to the engines yourself, at the base URLs that this gives; as `TrainerClient.updating`."""
+        update = self._client.updating(version, wait_s=wait_s)
+        engines = await self._while_serving(update.__aenter__(), outlives=False)
+        try:
+            yield engines
+        except BaseException as error:
+            await update.__aexit__(type(error), error, error.__traceback__)
+            raise
+        await self._while_serving(update.__aexit__(None, None, None), outlives=False)
+
+    @property
+    def engines_waiting(self) -> int:
+        """Engines that wait for the program to send them weights (`updating`)."""
+        return self._service.updates.waiting
 
     async def checkpointed(self, step: int) -> None:
         """The program can go on from behind a step; see `trainer.keep_batches`. Returns once that is recorded."""

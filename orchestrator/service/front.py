@@ -7,7 +7,14 @@ import msgspec
 
 from orchestrator.dispatch.waits import Wait, WaitKind
 from orchestrator.env_servers.env import Env
-from orchestrator.facts import EndpointStatus, Status, TrackerStatus, WaitStatus, status_without_run
+from orchestrator.facts import (
+    EndpointStatus,
+    SourceStatus,
+    Status,
+    TrackerStatus,
+    WaitStatus,
+    status_without_run,
+)
 from orchestrator.inference import InferencePool
 from orchestrator.run.run import Run
 from orchestrator.run.status import build_status
@@ -72,13 +79,14 @@ class Front:
             "starting",
             [WaitStatus(wait.kind.value, wait.text, None, wait.remedy) for wait in self.start_waits()],
             endpoints=[
-                EndpointStatus(e.name, e.healthy, e.inflight, e.version, e.error)
+                EndpointStatus(e.name, e.healthy, e.inflight, e.version, e.error, e.source)
                 for e in (self._pool.endpoints if self._pool is not None else ())
             ],
             max_steps=self._max_steps,
             batch_size=self._batch_size,
             notes=self._notes,
             seconds=self._clock() - self._started,
+            sources=self._sources(),
         )
 
     def start_waits(self) -> list[Wait]:
@@ -91,8 +99,11 @@ class Front:
                 f'env "{env.name}" to load ({env.ready_servers} of {env.servers} servers are ready)',
             )
             for env in self._envs
-            if env.ready_servers < env.servers
+            if env.ready_servers < env.servers and not env.missing
         ]
+        found += self._missing_servers()
+        if not self._pool.endpoints:
+            found.append(Wait(WaitKind.ENDPOINT, f"an inference server: {self._pool.explain()}"))
         found += [
             Wait(
                 WaitKind.ENDPOINT,
@@ -117,10 +128,30 @@ class Front:
             driver.clock(),
             loop_lag_p99_s=self.lag.percentile(0.99),
             disk_free_bytes=self.disk.free_bytes,
-            waits=self._missing_ranks(),
+            waits=[*self._missing_servers(), *self._missing_ranks()],
             notes=[*self._notes, *filter(None, (trouble() for trouble in self.troubles))],
             trackers=self.trackers(),
+            sources=self._sources(),
         )
+
+    def _sources(self) -> list[SourceStatus]:
+        """Where servers come from that are not listed."""
+        memberships = [*(env.membership for env in self._envs)]
+        if self._pool is not None:
+            memberships.append(self._pool.membership)
+        return [
+            SourceStatus(one.source.text, membership.of, len(one.members), one.trouble)
+            for membership in memberships
+            for one in membership.sources
+        ]
+
+    def _missing_servers(self) -> list[Wait]:
+        """Environments without a ready server, whose servers sources name."""
+        return [
+            Wait(WaitKind.SERVER, f'a server of env "{env.name}": {env.missing}')
+            for env in self._envs
+            if env.missing
+        ]
 
     def _missing_ranks(self) -> list[Wait]:
         """Ranks that have batches to train on and are not connected."""

@@ -12,6 +12,7 @@ from typing import Any
 import structlog
 
 from orchestrator.errors import StalledError
+from orchestrator.run.waits import end_by_failing
 
 log = structlog.get_logger()
 
@@ -117,10 +118,9 @@ class Watchdog:
         """Look once; returns after how many seconds to look again."""
         now, since, failing = self._clock(), self._progressed_at(), self._all_failing_s()
         idle = now - since
-        if failing >= self._timeout_s:
-            raise StalledError(
-                f"every env has been failing for {failing:.0f} s: {self._diagnose()['failures_told']}"
-            )
+        why = end_by_failing(failing, self._timeout_s, lambda: self._diagnose()["failures_told"])
+        if why:
+            raise StalledError(why)
         if idle >= self._timeout_s and since != self._reported:
             self._reported = since
             facts = self._diagnose()

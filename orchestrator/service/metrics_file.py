@@ -49,7 +49,10 @@ class Follower:
             if record.acknowledged_at is None:
                 return
             self._step = record.step
-            yield {"kind": "step", **msgspec.to_builtins(record)}
+            line = {"kind": "step", **msgspec.to_builtins(record)}
+            for env in line["envs"].values():
+                del env["times"]  # many numbers that say little to people; the journal has them
+            yield line
 
     def _evals(self) -> Iterator[Line]:
         for result in self._reader.evals(since=self._eval):

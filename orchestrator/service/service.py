@@ -23,9 +23,11 @@ from orchestrator.journal import Journal
 from orchestrator.local.children import LocalChildren
 from orchestrator.run.run import Run, RunState
 from orchestrator.run.status import build_summary, diagnose
+from orchestrator.run.waits import failing_for
 from orchestrator.service.driver import Driver
 from orchestrator.service.front import Front
 from orchestrator.service.health import Watchdog
+from orchestrator.service.updates import TrainerUpdates
 from orchestrator.service.weights import VersionChecks, WeightLoader
 from orchestrator.trainer_link.server import BatchServer
 from orchestrator.trainer_link.versions import POLL_S, VersionWatcher
@@ -40,12 +42,20 @@ class Stop(asyncio.Event):
     """Set to have a run end in order; `reason` is what its summary says."""
 
     reason = "stopped by a signal"
+    rewind_to: int | None = None
+    """The step that the run is to be set back to when it has ended, by whoever started it."""
 
     def ask(self, reason: str) -> None:
         """Have the run end, unless it is ending already."""
         if not self.is_set():
             self.reason = reason
             self.set()
+
+    def rewind(self, step: int) -> None:
+        """Have the run end in order to be set back to a step, unless it is ending already."""
+        if not self.is_set():
+            self.rewind_to = step
+            self.ask(f"to be set back to step {step}, as the trainer asks")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +72,7 @@ class Service:
     server: BatchServer
     checks: VersionChecks
     loader: WeightLoader
+    updates: TrainerUpdates
     http_address: str | None
     journal_failed: asyncio.Future[JournalError]
     front: Front
@@ -86,13 +97,14 @@ class Service:
             starved=lambda: run.state is RunState.RUNNING and run.parts.sink.starved,
             # A paused run stands still because somebody wants it to.
             progressed_at=lambda: clock() if run.paused else run.progressed,
-            all_failing_s=lambda: 0.0 if run.paused else run.parts.mix.all_quarantined_for(clock()),
+            all_failing_s=lambda: failing_for(run, clock()),
             diagnose=lambda: diagnose(run, clock()),
             clock=clock,
         )
         parts: list[Coroutine[Any, Any, object]] = [
             self.driver.drive(),
             self.loader.run(self.driver),
+            self.updates.run(self.driver),
             self.checks.run(),
             self.front.lag.run(),
             self.front.disk.run(config.run_dir),
@@ -143,13 +155,11 @@ class Service:
     async def _drain(self) -> None:
         """Open nothing new, form nothing more, and let open groups end, for a bounded time."""
         self.driver.tell(self.run.stop)
-        log.info(
-            "run.draining",
-            inflight=self.run.parts.ledger.total_inflight,
-            at_most_s=self.config.dispatch.drain_s,
-        )
+        # What runs was sampled by weights that a run which is set back gives up.
+        at_most_s = self.config.dispatch.drain_s if self.stop.rewind_to is None else 0.0
+        log.info("run.draining", inflight=self.run.parts.ledger.total_inflight, at_most_s=at_most_s)
         try:
-            async with asyncio.timeout(self.config.dispatch.drain_s):
+            async with asyncio.timeout(at_most_s):
                 await self.driver.wait_idle()
         except TimeoutError:
             log.info("run.drain_ended", inflight=self.run.parts.ledger.total_inflight)
@@ -182,7 +192,7 @@ class Service:
         """Versions that the trainer leaves in a directory instead of publishing them over the link."""
         directory = self.config.trainer.versions_dir
         if directory is not None:
-            newest = self.run.newest_version
+            newest = self.run.weights.newest
             watcher = VersionWatcher(directory, on_version=self.server.publish, version=newest, poll_s=POLL_S)
             await watcher.run()
 

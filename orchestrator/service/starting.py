@@ -17,6 +17,7 @@ import structlog
 
 from orchestrator.config import Config, find_warnings
 from orchestrator.config.sections import FROM_TRAINER
+from orchestrator.discovery import is_source
 from orchestrator.dispatch.waits import WaitKind
 from orchestrator.env_servers.env import side_by_side
 from orchestrator.errors import JournalError
@@ -32,11 +33,13 @@ from orchestrator.service.metrics_file import MetricsFile
 from orchestrator.service.page import live_feed
 from orchestrator.service.service import Service, Stop, write_json
 from orchestrator.service.track_blueprint import build_samples, build_setups, shown_config
+from orchestrator.service.updates import TrainerUpdates
 from orchestrator.service.weights import VersionChecks, WeightLoader
 from orchestrator.service.wiring import (
     EvaluationFile,
     Offers,
     build_batch_server,
+    drop_old_removals,
     join_shells,
     note_identity,
     open_archive,
@@ -65,7 +68,8 @@ async def start_service(
 ) -> AsyncIterator[Service]:
     """Start every part; stop them when the block is left.
 
-    `rewind_to`: a step to set the run back to. Who gives a `front` can look at the start meanwhile. `link`: a way to the
+    `rewind_to`: a step to set the run back to; where the trainer may ask for that (`trainer.allow_rewind`), the service ends with
+    `stop.rewind_to`, and whoever started it starts it again. Who gives a `front` can look at the start meanwhile. `link`: a way to the
     trainer in place of the configured one.
     """
     blueprint.verify(config)
@@ -78,6 +82,7 @@ async def start_service(
         # Addresses in use are found before anything is started, and the status can be asked for from here on.
         desk = ControlDesk(front)
         http_address = await _serve_http(config, stack, front, desk)
+        embedded = link is not None
         link = link or open_link(
             blueprint.trainer_address(config), keys=secrets.trainer_keys(config), probe_s=PROBE_S
         )
@@ -97,7 +102,7 @@ async def start_service(
         children = await stack.enter_async_context(LocalChildren(config.run_dir))
         endpoints = [url.rstrip("/") for url in inference_blueprint.inference_urls(config, children)]
         changes = changes_of(config, recovered, endpoints)
-        first, later = changes.endpoints(endpoints)
+        first, later = changes.endpoints(endpoints, sourced=any(map(is_source, config.inference.base_urls)))
         pool = await stack.enter_async_context(
             inference_blueprint.build_pool(
                 config,
@@ -108,7 +113,8 @@ async def start_service(
                 max_inflight=changes.changed_max_inflight,
             )
         )
-        train, evals = env_blueprint.build_train_envs(config), env_blueprint.build_eval_envs(config)
+        pool.on_found = lambda url, source: None if url in changes.removed else pool.take_in(url, source)
+        train, evals = env_blueprint.build_envs(config)
         stack.push_async_callback(lambda: side_by_side([train.shutdown(), evals.shutdown()]))
         await train.spawn()
         await evals.spawn()
@@ -141,13 +147,19 @@ async def start_service(
             offer=offers,
             now=time.monotonic(),
         )
-        run.begins_with_trainer = config.inference.initial_weights == FROM_TRAINER
+        run.weights.begins_with_trainer = config.inference.initial_weights == FROM_TRAINER
         with JournalReader(config.run_dir) as reader:
             resume(run, recovered, weights, reader.evals())
         await stack.enter_async_context(MetricsFile(config.run_dir, [trackers.tell]))
         results = EvaluationFile(config.run_dir)
         results.rewrite(run.parts.eval_sink.results)
         checks, loader = VersionChecks(pool, local=config.local is not None), WeightLoader(pool)
+        updates = TrainerUpdates(
+            pool,
+            loader,
+            mode=config.inference.weight_update,
+            timeout_s=config.inference.update_timeout_s,
+        )
         driver = Driver(
             run,
             train=train,
@@ -156,9 +168,11 @@ async def start_service(
             on_evaluation=results.append,
             clock=time.monotonic,
         )
+        drop_old_removals(run, pool)
         join_shells(driver, pool=pool, loader=loader, journal=journal)
         for env in (*train.values(), *evals.values()):
             env.on_free = driver.wake
+        stop = Stop()
         server = build_batch_server(
             config,
             driver,
@@ -167,6 +181,8 @@ async def start_service(
             link=link,
             check_version=checks.ask,
             wait_loaded=partial(loader.wait, driver),
+            updates=updates,
+            on_rewind=None if embedded else stop.rewind,
         )
         offers.server = server
         offers.recovered(recovered)
@@ -174,7 +190,6 @@ async def start_service(
         stack.callback(driver.close)
         front.enter(driver, server, world_size=config.trainer.world_size)
         stack.callback(front.leave)
-        stop = Stop()
         driver.on_drain = stop.ask
         desk.open(driver, journal)
         stack.callback(desk.close)
@@ -196,6 +211,7 @@ async def start_service(
             server=server,
             checks=checks,
             loader=loader,
+            updates=updates,
             http_address=http_address,
             journal_failed=failed,
             front=front,

@@ -73,7 +73,9 @@ class WeightLoader:
         """The inference servers changed: one that came back may have loaded what was asked for, or refused it."""
         run, loaded = driver.run, self._pool.loaded
         # A path alone is new when the trainer has published version 0.
-        if loaded.version > run.version or (loaded.version == run.version and loaded.path != run.loaded_path):
+        if loaded.version > run.version or (
+            loaded.version == run.version and loaded.path != run.weights.loaded_path
+        ):
             driver.tell(run.on_loaded, loaded.version, loaded.path)
         pending = self._pending
         if pending is not None and (self._pool.version < pending or self._pool.awaits_initial):
@@ -81,7 +83,8 @@ class WeightLoader:
             stays = (
                 "another is waited for" if self._pool.awaits_initial else f"version {loaded.version} stays"
             )
-            driver.tell(run.on_refused, pending, f"no inference server could load it; {stays}")
+            said = f" ({self._pool.refusal})" if self._pool.refusal else ""
+            driver.tell(run.on_refused, pending, f"no inference server could load it{said}; {stays}")
         elif self._pool.settled:
             self._pending = None
         self._answer(driver.run)
@@ -98,7 +101,7 @@ class WeightLoader:
         """Tell those who wait what is known for sure; one whose time is over hears what is known."""
         for waiting in list(self._waiting):
             gone = f"version {waiting.version} was refused"
-            refused = (run.refused or gone) if run.newest_version < waiting.version else ""
+            refused = (run.weights.refused or gone) if run.weights.newest < waiting.version else ""
             found = self._pool.whereabouts(waiting.version)
             if not refused and waiting is not overdue and None in found.values():
                 continue

@@ -3,9 +3,10 @@
 import asyncio
 import json
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,14 @@ from orchestrator.groups.group import Batch
 from orchestrator.inference import InferencePool
 from orchestrator.journal import Journal, Recovered, changed_tasks, differences, notices
 from orchestrator.journal.journal import KEPT_IN_MEMORY
+from orchestrator.journal.rewinding import find_obstacle
 from orchestrator.run.run import Run
 from orchestrator.service import blueprint, inference_blueprint, secrets
 from orchestrator.service.driver import Driver
 from orchestrator.service.front import Front
 from orchestrator.service.weights import WeightLoader
 from orchestrator.sinks.archive import Archive, NoArchive
-from orchestrator.trainer_link.publications import CheckVersion, WaitLoaded
+from orchestrator.trainer_link.publications import CheckVersion, Updates, WaitLoaded
 from orchestrator.trainer_link.server import BatchServer, Link
 
 log = structlog.get_logger()
@@ -158,8 +160,10 @@ def build_batch_server(
     link: Link,
     check_version: CheckVersion,
     wait_loaded: WaitLoaded,
+    updates: Updates,
+    on_rewind: Callable[[int], None] | None,
 ) -> BatchServer:
-    """The trainer link's server, not entered yet."""
+    """The trainer link's server, not entered yet; `on_rewind` sets the run back, where somebody can."""
     run, tell = driver.run, driver.tell
     world_size = config.trainer.world_size
     return BatchServer(
@@ -167,20 +171,28 @@ def build_batch_server(
         token=secrets.trainer_token(config),
         world_size=world_size,
         run=journal.run_id,
+        rewound=journal.rewound_to,
         # In memory; what is kept beyond them is read back when it is asked for.
         keep=KEPT_IN_MEMORY if config.trainer.keep_batches == "checkpoint" else config.trainer.keep_batches,
         last_step=recovered.last_acknowledged,
-        newest_version=lambda: run.newest_version,
+        newest_version=lambda: run.weights.newest,
         load=journal.load_batch,
         check_version=check_version,
         wait_loaded=wait_loaded,
+        updates=updates,
         on_ack=lambda step: tell(run.on_ack, step),
         on_rank_ack=lambda step, rank: journal.record_ack(step, rank, world_size=world_size),
-        on_publish=lambda version, path: tell(run.on_publish, version, path),
+        on_publish=lambda version, path, step: tell(partial(run.on_publish, step=step), version, path),
         on_trained=lambda step: tell(run.on_trained, step),
         on_report=run.on_report,
         on_checkpoint=journal.record_checkpoint,
         on_done=lambda: _end(driver, "the trainer said it is done"),
+        find_obstacle=partial(
+            find_obstacle, config.run_dir, find_flaw=inference_blueprint.flaw_finder(config)
+        )
+        if config.trainer.allow_rewind and on_rewind is not None
+        else None,
+        on_rewind=on_rewind or (lambda step: None),
         when_durable=journal.when_durable,
     )
 
@@ -194,4 +206,13 @@ def join_shells(driver: Driver[Run], *, pool: InferencePool, loader: WeightLoade
     """Have everything that changes what a run looks at wake its driver."""
     pool.on_change = lambda: loader.look(driver)
     pool.on_lost = lambda endpoint: driver.tell(driver.run.on_endpoint_lost, endpoint)
+    pool.on_found = lambda url, source: driver.tell(driver.run.on_endpoint_found, url, source)
+    pool.on_gone = lambda url: driver.tell(driver.run.on_endpoint_gone, url)
     journal.on_room = driver.wake
+
+
+def drop_old_removals(run: Run, pool: InferencePool) -> None:
+    """End removals by hand of inference servers that their source has dropped while no process looked."""
+    for url in list(run.control.changes.removed):
+        if pool.membership and pool.membership.complete and not pool.membership.named_by(url):
+            run.control.gone(url)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from orchestrator.dispatch.placement import even_shares, fits, least_loaded, next_in_turn
 from orchestrator.dispatch.work import Attempt
 
 Draw = Callable[[random.Random], float]
@@ -36,8 +37,11 @@ class Server:
 
     capacity: int
     ready: bool = True
-    used: int = 0
+    inflight: int = 0
     requests: dict[Attempt, None] = field(default_factory=dict)
+
+    def has_room(self, count: int) -> bool:
+        return self.ready and fits(count, self.inflight, self.capacity)
 
 
 class VirtualEnv:
@@ -48,10 +52,14 @@ class VirtualEnv:
         self.group_scored = group_scored
         self._servers = [Server(capacity) for _ in range(servers)]
         self.restarts = 0
+        self.nodes: dict[str, str] = {}
 
     @property
     def available(self) -> bool:
-        return any(server.ready for server in self._servers)
+        for server in self._servers:  # noqa: SIM110  asked for every env at every event
+            if server.ready:
+                return True
+        return False
 
     @property
     def ready_servers(self) -> int:
@@ -62,35 +70,32 @@ class VirtualEnv:
         return len(self._servers)
 
     def has_room(self, count: int) -> bool:
-        return any(_has_room(server, count) for server in self._servers)
+        for server in self._servers:  # noqa: SIM110  asked at every event
+            if server.has_room(count):
+                return True
+        return False
 
     def reserve(self, count: int) -> Server | None:
-        free = [server for server in self._servers if _has_room(server, count)]
-        if not free:
-            return None
-        server = min(free, key=lambda server: server.used)
-        server.used += count
+        server = least_loaded(self._servers, count)
+        if server is not None:
+            server.inflight += count
         return server
 
     def release(self, server: Server, attempt: Attempt) -> None:
         if attempt in server.requests:
             del server.requests[attempt]
-            server.used -= attempt.count
+            server.inflight -= attempt.count
 
     def kill(self, number: int) -> list[Attempt]:
         """A server dies; returns what was on it."""
         server = self._servers[number]
         lost, server.requests = list(server.requests), {}
-        server.used, server.ready = 0, False
+        server.inflight, server.ready = 0, False
         self.restarts += 1
         return lost
 
     def revive(self, number: int) -> None:
         self._servers[number].ready = True
-
-
-def _has_room(server: Server, count: int) -> bool:
-    return server.ready and (server.used == 0 or server.used + count <= server.capacity)
 
 
 @dataclass(slots=True, eq=False)
@@ -100,18 +105,24 @@ class VirtualEndpoint:
     url: str = "http://virtual/v1"
     healthy: bool = True
     inflight: int = 0
+    limit: int = 1
     version: int = 0
     version_newest: int = 0
     error: str = ""
+    source: str = ""
     leaving: bool = False
 
 
 class VirtualPool:
     """Inference servers that take `max_inflight` together; they come and go at once."""
 
-    def __init__(self, max_inflight: int) -> None:
+    def __init__(self, max_inflight: int, endpoints: int = 1) -> None:
         self._max_inflight = max_inflight
+        self._turn = 0
         self.endpoints: list[VirtualEndpoint] = [VirtualEndpoint()]
+        self._share_out()
+        for number in range(2, endpoints + 1):
+            self.add_endpoint(f"http://virtual-{number}/v1")
 
     @property
     def endpoint(self) -> VirtualEndpoint:
@@ -120,13 +131,21 @@ class VirtualPool:
 
     @property
     def limit(self) -> int:
-        return self._max_inflight if self._ready() else 0
+        total = 0
+        for one in self.endpoints:  # asked at every event
+            if one.healthy and not one.leaving:
+                total += one.limit
+        return total
 
     def acquire(self, n: int, prefer: Any = None) -> VirtualEndpoint | None:
         ready = self._ready()
-        chosen = prefer if prefer in ready else min(ready, key=lambda one: one.inflight, default=None)
-        if chosen is not None:
-            chosen.inflight += n
+        if prefer not in ready:
+            at = next_in_turn(ready, self._turn)
+            if at is None:
+                return None
+            self._turn, prefer = at + 1, ready[at]
+        chosen: VirtualEndpoint = prefer
+        chosen.inflight += n
         return chosen
 
     def release(self, endpoint: VirtualEndpoint, n: int) -> None:
@@ -144,6 +163,7 @@ class VirtualPool:
 
     def set_max_inflight(self, value: int) -> None:
         self._max_inflight = value
+        self._share_out()
 
     def refuse_add(self, url: str) -> str:
         return "it is there" if any(one.url == url and not one.leaving for one in self.endpoints) else ""
@@ -152,9 +172,11 @@ class VirtualPool:
         for one in self.endpoints:
             if one.url == url:
                 one.leaving = False
-                return
-        like = self.endpoints[0]
-        self.endpoints.append(replace(like, url=url, inflight=0, leaving=False))
+                break
+        else:
+            like = self.endpoints[0]
+            self.endpoints.append(replace(like, url=url, inflight=0, leaving=False, source=""))
+        self._share_out()
 
     def refuse_remove(self, url: str) -> str:
         others = [one for one in self.endpoints if one.url != url and not one.leaving]
@@ -166,9 +188,24 @@ class VirtualPool:
             if one.url == url:
                 one.leaving = True
                 self._let_go(one)
+        self._share_out()
+
+    def take_in(self, url: str, source: str) -> None:
+        if not self.refuse_add(url):
+            self.add_endpoint(url)
+            next(one for one in self.endpoints if one.url == url).source = source
+
+    def let_go(self, url: str) -> None:
+        if any(one.url == url and one.source for one in self.endpoints):
+            self.remove_endpoint(url)
 
     def _ready(self) -> list[VirtualEndpoint]:
         return [one for one in self.endpoints if one.healthy and not one.leaving]
+
+    def _share_out(self) -> None:
+        staying = [one for one in self.endpoints if not one.leaving]
+        for one, share in zip(staying, even_shares(self._max_inflight, len(staying)), strict=True):
+            one.limit = share
 
     def _let_go(self, endpoint: VirtualEndpoint) -> None:
         if endpoint.leaving and not endpoint.inflight and endpoint in self.endpoints:

@@ -8,7 +8,7 @@ imitated. `World.kill` throws the process away and goes on from what its journal
 import heapq
 import itertools
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableSequence
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,7 @@ from orchestrator.groups.group import Batch
 from orchestrator.run.build import build_run
 from orchestrator.run.commands import Origin, parse_command
 from orchestrator.run.control import Reply
-from orchestrator.run.ports import DrainRun, EndRun, EvaluationFinished, LoadWeights
+from orchestrator.run.ports import DrainRun, EndRun, EvaluationFinished, LoadWeights, RunJournal
 from orchestrator.run.resume import JournaledWeights, resume
 from orchestrator.run.run import Run
 from orchestrator.run.settings import RunSettings
@@ -46,25 +46,30 @@ class World:
         load_s: Draw = lambda rng: 0.0,
         publish_every: int = 1,
         archive: Archive | None = None,
+        envs: Mapping[str, VirtualEnv] | None = None,
+        pool: VirtualPool | None = None,
+        record: RunJournal | None = None,
     ) -> None:
+        """`envs`, `pool` and `record`: instead of those that the other arguments describe."""
         self.settings = settings
         self.behaviours = dict(behaviours)
         self.now = 0.0
         self.rng = random.Random(seed)
         self._archive = archive or NoArchive()
         self._train_s, self._load_s, self._publish_every = train_s, load_s, publish_every
-        self.envs = {
+        self.envs = envs or {
             name: VirtualEnv(
                 name, servers=servers, capacity=capacity, group_scored=behaviours[name].group_scored
             )
             for name in behaviours
         }
-        self.pool = VirtualPool(max_inflight)
+        self.pool = pool or VirtualPool(max_inflight)
         self.journal = MemoryJournal()
-        self.trained: list[tuple[int, int, Batch]] = []
+        self._record = record
+        self.trained: MutableSequence[tuple[int, int, Batch]] = []
         """Step, version that it was trained on, batch."""
-        self.starts: list[Attempt] = []
-        self.cancels: list[Attempt] = []
+        self.starts: MutableSequence[Attempt] = []
+        self.cancels: MutableSequence[Attempt] = []
         self.ended = ""
         self._events: list[tuple[float, int, Callable[[], object]]] = []
         self._count = itertools.count()
@@ -86,7 +91,7 @@ class World:
             train={name: self.envs[name] for name in names},
             evals={name: self.envs[name] for name in evals},
             pool=self.pool,
-            journal=self.journal,
+            journal=self._record or self.journal,
             archive=self._archive,
             offer=self._offer,
             now=self.now,
@@ -194,7 +199,7 @@ class World:
                     self._start(attempt)
                 case CancelAttempt(attempt):
                     self.cancels.append(attempt)
-                    self.envs[attempt.group.env].release(attempt.server, attempt)
+                    self._cancel(attempt)
                 case LoadWeights():
                     self._to_load = instruction
                     self._load()
@@ -205,6 +210,9 @@ class World:
                     self.run.stop(self.now)
                 case EndRun(why):
                     self.ended = why
+
+    def _cancel(self, attempt: Attempt) -> None:
+        self.envs[attempt.group.env].release(attempt.server, attempt)
 
     def _start(self, attempt: Attempt) -> None:
         attempt.server.requests[attempt] = None

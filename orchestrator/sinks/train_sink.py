@@ -3,19 +3,20 @@
 Order of every group: scored, filtered, recorded, queued; of every batch: formed, recorded, and only when the record is
 durable, offered. So a batch that a trainer has seen is the same after any crash, and a group is trained on once. A
 task is done when its batch is formed, or when its group is filtered out; a group that is given up later is asked again.
-The mix is told of every group's end here and nowhere else. Synchronous; time is an argument.
+The mix and the tasks' statistics are told of every group's end here and nowhere else. Synchronous; time is an argument.
 """
 
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Protocol
 
 import structlog
+from msgspec.structs import replace
 
 from envs.wire import Result
 from orchestrator.buffer import BatchBuffer
+from orchestrator.curriculum import TaskOutcome
 from orchestrator.dispatch.pace import Pace
 from orchestrator.dispatch.versions import Versions
 from orchestrator.dispatch.work import PendingGroup
@@ -35,15 +36,22 @@ from orchestrator.tasks.task import TrainTask
 
 log = structlog.get_logger()
 
-AHEAD = 2
-"""Batches formed and not yet trained on: the one in the trainer's hands and the next one, so that it never waits for us."""
+MOST_REWARD = 1e30
+"""Of a group, for its task's statistics: a larger one, like one that is no number, is a mistake of the env."""
 
 
 class Record(Protocol):
     """What is written down (the journal)."""
 
-    def record_group(self, group: Group) -> None: ...
-    def record_task(self, env: str, position: int, outcome: str) -> None: ...
+    def record_group(self, group: Group, learned: TaskOutcome | None) -> None:
+        """A finished group, and what it says about its task: both or nothing."""
+
+    def record_task(
+        self, env: str, position: int, outcome: str, learned: TaskOutcome | None = None
+    ) -> None: ...
+    def record_late(self, env: str, learned: TaskOutcome | None) -> None:
+        """A group that came too late, and what it says about its task, which is not done with."""
+
     def record_batch(
         self,
         batch: Batch,
@@ -60,6 +68,9 @@ class Record(Protocol):
 
 class TaskBook(Protocol):
     """Where tasks come from and end."""
+
+    def ended(self, task: TrainTask, outcome: TaskOutcome | None) -> None:
+        """A group of a task has ended, with rewards or without."""
 
     def resolve(self, task: TrainTask) -> None: ...
     def retry(self, task: TrainTask) -> bool:
@@ -86,6 +97,7 @@ class TrainSink:
         *,
         buffer: BatchBuffer[Group],
         max_steps: int | None,
+        ahead: int,
         group_sizes: Mapping[str, int],
         versions: Versions,
         pace: Pace,
@@ -105,6 +117,7 @@ class TrainSink:
         self._group_sizes = group_sizes
         self._count_tokens = buffer.unit == "tokens"
         self._yields = Yields(group_sizes, batch_size=buffer.batch_size, count_tokens=self._count_tokens)
+        self._ahead = ahead
         self._versions = versions
         self._pace = pace
         self._tasks = tasks
@@ -132,33 +145,33 @@ class TrainSink:
     def completed(self, pending: PendingGroup, now: float) -> None:
         """A group has its rollouts: queue it or book why not."""
         if not self._same_tasks.agree(pending):
+            self._tasks.ended(pending.task, None)
             self._reject(pending, "task_mismatch", now)
             return
-        self._facts.scored(
-            pending.env, [rollout.reward for result in pending.results for rollout in result.rollouts]
-        )
+        rewards = [rollout.reward for result in pending.results for rollout in result.rollouts]
+        self._facts.scored(pending.env, rewards)
         seats = seats_of(pending)
-        if (
-            not self._keep_equal_rewards
-            and pending.valid > 1
-            and not any(has_variance(seat.rewards) for seat in seats)
-        ):
-            self._reject(pending, "equal_rewards", now)
+        equal = pending.valid > 1 and not any(has_variance(seat.rewards) for seat in seats)
+        learned = outcome_of(pending, rewards, equal)
+        self._tasks.ended(pending.task, learned)
+        if equal and not self._keep_equal_rewards:
+            self._reject(pending, "equal_rewards", now, learned)
             return
         if pending.version < self._versions.oldest_allowed(self._versions.formed + 1):
             # It did what it should, too late for us: the task is asked again.
             self._mix.on_finish(pending.env, pending.size, 0, now=now)
             self._facts.dropped(pending.env, "stale", pending.size)
             self._archive.scored(pending, "stale", now)
+            self._record.record_late(pending.env, learned)
             self._tasks.retry(pending.task)
             return
         version_end = max(pending.version_end, self._versions.serving)
         group = build_group(pending, seats, self._advantage, version_end=version_end)
         self._yields.add(group.env, self._size(group))
         if self._size(group) > self._buffer.batch_size:
-            self._reject(pending, "oversize", now)
+            self._reject(pending, "oversize", now, learned)
             return
-        self._record.record_group(group)
+        self._record.record_group(group, learned)
         self._archive.scored(pending, "queued", now)
         self._queue(group)
         self._mix.on_finish(pending.env, pending.size, pending.valid, now=now)
@@ -166,6 +179,7 @@ class TrainSink:
 
     def dropped(self, pending: PendingGroup, reason: str, *, again: bool, now: float) -> None:
         """A group ended without a result: stopped by us, or failed."""
+        self._tasks.ended(pending.task, None)
         self._facts.dropped(pending.env, reason, pending.size)
         self._archive.dropped(pending, reason, now)
         if again and reason != "overdue":
@@ -182,7 +196,7 @@ class TrainSink:
     @property
     def wanted(self) -> bool:
         """Whether the trainer could use another batch soon."""
-        return self._versions.formed - self._versions.trained < AHEAD and not self.finished
+        return self._versions.formed - self._versions.trained < self._ahead and not self.finished
 
     @property
     def starved(self) -> bool:
@@ -213,7 +227,9 @@ class TrainSink:
             self._evict(now)
             if not self._buffer.splits and self._barren.too_many(self._buffer.sequences):
                 self._give_up_if_stuck()
-            plan = self._pace.plan_next(self._by_version, available, self._buffer.minimums)
+            plan = self._pace.plan_next(
+                self._by_version, available, self._buffer.minimums, self._buffer.due_next
+            )
             self.held = plan.held_by if plan is not None else None
             if self.held is not None:
                 return
@@ -258,6 +274,11 @@ class TrainSink:
 
     # --- what dispatch asks ------------------------------------------------------------------------------------------
 
+    @property
+    def revision(self) -> tuple[int, ...]:
+        """Differs whenever an answer below does that does not follow from versions and open groups."""
+        return self._buffer.revision, self._yields.revision
+
     def queued(self) -> Mapping[str, int]:
         """What each env has queued, in the unit of the batch."""
         return self._queued
@@ -283,6 +304,13 @@ class TrainSink:
     def needed(self, coming: Mapping[str, int]) -> Collection[str]:
         """Envs of which the next batch needs more than is queued and coming."""
         return self._buffer.needed(coming, spare=self._spare) if self.wanted else ()
+
+    def behind(self, coming: Mapping[str, int], batches: int) -> Collection[str] | None:
+        """Envs that have less queued and coming than so many batches will have of them; None: any env may come next."""
+        due = self._buffer.due(batches)
+        if due is None:
+            return None
+        return [env for env, amount in due.items() if self._queued[env] + coming.get(env, 0) < amount]
 
     def expected(self, env: str) -> int:
         """What a group of an env will add at most, in all likelihood."""
@@ -358,6 +386,7 @@ class TrainSink:
             size=group.size,
             version=group.version,
             tokens=len(group.tokens) if self._count_tokens else None,
+            rollouts=group.rollouts,
         )
         self._count(group, 1)
 
@@ -390,10 +419,20 @@ class TrainSink:
             level = log.info if little else log.warning
             level("groups.evicted", groups=len(evicted), older_than=oldest)
 
-    def _reject(self, pending: PendingGroup, reason: str, now: float) -> None:
+    def _reject(
+        self, pending: PendingGroup, reason: str, now: float, learned: TaskOutcome | None = None
+    ) -> None:
         self._mix.on_finish(pending.env, pending.size, 0, now=now)
         self._facts.dropped(pending.env, reason, pending.size)
         self._archive.scored(pending, reason, now)
-        self._record.record_task(pending.env, pending.task.position, reason)
+        self._record.record_task(pending.env, pending.task.position, reason, learned)
         self._tasks.resolve(pending.task)
         self._barren.count(pending.env, reason, pending.size, ignored=self._mix.quarantined)
+
+
+def outcome_of(pending: PendingGroup, rewards: Sequence[float], equal: bool) -> TaskOutcome | None:
+    """What a group says about its task; None where its rewards are no numbers that could be compared."""
+    mean = sum(rewards) / max(1, len(rewards))
+    if not abs(mean) < MOST_REWARD:
+        return None
+    return TaskOutcome(pending.task.index, pending.version, mean, len(rewards), equal)

@@ -30,11 +30,14 @@ class Yields:
             env: batch_size // FIRST_GUESS if count_tokens else size * FIRST_GUESS
             for env, size in group_sizes.items()
         }
-        self._recent: dict[str, deque[int]] = {env: deque(maxlen=_RECENT) for env in group_sizes}
+        self._recent: dict[str, deque[int]] = {env: deque() for env in group_sizes}
+        self._sums: dict[str, tuple[int, int]] = dict.fromkeys(group_sizes, (0, 0))
         self._expected = {env: self._bounded(guess) for env, guess in self._guess.items()}
         self._group_sizes = group_sizes
         self._count_tokens = count_tokens
         self._rollouts: dict[str, tuple[int, int]] = dict.fromkeys(group_sizes, (0, 1))
+        self.revision = 0
+        """Counts every change of what is expected."""
         self._least = {env: self._bounded(1 if count_tokens else size) for env, size in group_sizes.items()}
 
     def saw(self, env: str, sequences: Sequence[int]) -> None:
@@ -45,20 +48,31 @@ class Yields:
         self._rollouts[env] = count, most = count + len(sequences), max(most, *sequences)
         if count >= ENOUGH_ROLLOUTS:
             self._guess[env] = most * self._group_sizes[env]
-            self._expected[env] = self._bounded(max(self._guess[env], *self._recent[env], 1))
+            self._expect(env, max(self._guess[env], *self._recent[env], 1))
 
     def add(self, env: str, size: int) -> None:
         """A group of an env finished with this size."""
-        recent = self._recent[env]
+        recent, (total, squares) = self._recent[env], self._sums[env]
+        gone = recent.popleft() if len(recent) == _RECENT else 0
         recent.append(size)
-        if len(recent) < ENOUGH:
-            self._expected[env] = self._bounded(max(self._guess[env], max(recent)))
+        # Sums of whole numbers, so that nothing is lost by taking away what was added.
+        total, squares = total + size - gone, squares + size * size - gone * gone
+        self._sums[env] = total, squares
+        count, most = len(recent), max(recent)
+        if count < ENOUGH:
+            self._expect(env, max(self._guess[env], most))
             return
-        mean = sum(recent) / len(recent)
-        spread = math.sqrt(sum((value - mean) ** 2 for value in recent) / len(recent))
+        spread = math.sqrt(count * squares - total * total) / count
         # A single large group among many small ones is made up for by those.
-        few = max(recent) if len(recent) < 4 * ENOUGH else mean + 3 * spread
-        self._expected[env] = self._bounded(min(max(recent), math.ceil(few)))
+        few = most if count < 4 * ENOUGH else total / count + 3 * spread
+        self._expect(env, min(most, math.ceil(few)))
+
+    def _expect(self, env: str, size: int) -> None:
+        size = self._bounded(size)
+        # That enough groups are known changes `portion` too.
+        if size != self._expected[env] or len(self._recent[env]) == ENOUGH:
+            self._expected[env] = size
+            self.revision += 1
 
     def expected(self, env: str) -> int:
         """What a group of an env will add at most, in all likelihood; never more than a batch."""

@@ -1,11 +1,11 @@
 """Which task: the name of one problem of an environment, for training and for evaluation. Plain data."""
 
-from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 
-@dataclass(frozen=True, slots=True)
-class TrainTask:
+
+class TrainTask(msgspec.Struct, frozen=True, gc=False):
     """Which example: `position` counts the tasks handed out by an env since the start of the run.
 
     `index` is where the position falls in the env's split; `epoch` is how often the split was gone through.
@@ -23,8 +23,7 @@ class TrainTask:
         return f"{self.env}/{self.split}/{self.position}"
 
 
-@dataclass(frozen=True, slots=True)
-class EvalTask:
+class EvalTask(msgspec.Struct, frozen=True):
     """One evaluation task and how often it is attempted; `context` goes back to whoever asked."""
 
     task: TrainTask

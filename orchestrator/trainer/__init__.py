@@ -8,13 +8,15 @@ is read from bytes; `layout` arranges sequences for a model, `measures` says how
 
 from orchestrator.errors import TrainerLinkError
 from orchestrator.trainer.batch import TrainingBatch, TrainingSequence
-from orchestrator.trainer.client import AsyncTrainerClient, Publication, TrainerClient
+from orchestrator.trainer.client import AsyncTrainerClient, TrainerClient
+from orchestrator.trainer.conversation import NothingSentError, Publication
 from orchestrator.trainer.layout import Packed, Padded, micro_batches, pack, pad
 from orchestrator.trainer.measures import LogprobMismatch, staleness
 
 __all__ = [
     "AsyncTrainerClient",
     "LogprobMismatch",
+    "NothingSentError",
     "Packed",
     "Padded",
     "Publication",

@@ -9,7 +9,6 @@ A file holds the number of frames, their sizes, and the frames, each aligned to 
 this module, so it needs the standard library only.
 """
 
-import asyncio
 import itertools
 import re
 import shutil
@@ -132,6 +131,8 @@ class FileChannel:
 
     async def wait_async(self, timeout_s: float) -> None:
         # A shared disk tells nobody of a new file and may be slow to list a directory: look from a thread.
+        import asyncio
+
         await asyncio.to_thread(self.wait, timeout_s)
 
     def close(self) -> None:

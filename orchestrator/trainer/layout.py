@@ -2,7 +2,7 @@
 
 A model's output at position t is about token t + 1, and what was recorded of a token stands at the token's own place.
 So `Padded` and `Packed` have two kinds of arrays: `tokens` and `position_ids` are what the model reads, and `targets`, `mask`,
-`logprobs` and `advantages` are shifted by one, so that position t of them belongs to the output at position t. The last
+`logprobs`, `advantages` and `temperatures` are shifted by one, so that position t of them belongs to the output at position t. The last
 position of every sequence has no target and mask 0; no position is ever about a token of another sequence. The first
 token of a sequence cannot be predicted from anything, so it is not trained on, whatever its mask says.
 
@@ -28,7 +28,7 @@ class Padded:
     """Sequences as the rows of [rows, width] arrays, each filled up on the right.
 
     `attention_mask` is True where a row has a token of its sequence. `mask` is True where `targets` was sampled by the policy;
-    elsewhere the shifted arrays are 0.
+    elsewhere the shifted arrays are 0. `temperatures` is what logits are divided by, and 1 where there is nothing to divide by.
     """
 
     tokens: Int64s
@@ -38,6 +38,7 @@ class Padded:
     mask: Bools
     logprobs: Float32s
     advantages: Float32s
+    temperatures: Float32s
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,7 @@ class Packed:
     mask: Bools
     logprobs: Float32s
     advantages: Float32s
+    temperatures: Float32s
 
     @property
     def max_seqlen(self) -> int:
@@ -103,6 +105,7 @@ def pad(sequences: Sequence[TrainingSequence], *, fill: int = 0, multiple_of: in
         mask=rows(flat.mask),
         logprobs=rows(flat.logprobs),
         advantages=rows(flat.advantages),
+        temperatures=rows(flat.temperatures, 1),
     )
 
 
@@ -126,6 +129,7 @@ def pack(sequences: Sequence[TrainingSequence], *, fill: int = 0, multiple_of: i
         mask=row(flat.mask),
         logprobs=row(flat.logprobs),
         advantages=row(flat.advantages),
+        temperatures=row(flat.temperatures, 1),
     )
 
 
@@ -136,6 +140,7 @@ class _Flat:
     mask: Bools
     logprobs: Float32s
     advantages: Float32s
+    temperatures: Float32s
 
 
 def _shifted(sequences: Sequence[TrainingSequence]) -> _Flat:
@@ -152,12 +157,15 @@ def _shifted(sequences: Sequence[TrainingSequence]) -> _Flat:
     def about_the_next(pieces: Iterator[NDArray[Any]]) -> NDArray[Any]:
         return np.asarray(_one_to_the_left(joined(pieces, np.float32), lasts) * mask)
 
+    # One that is not known, or 0 (the likeliest token), cannot be divided by.
+    temperatures = np.asarray([sequence.temperature or 1.0 for sequence in sequences], np.float32)
     return _Flat(
         tokens=tokens,
         targets=_one_to_the_left(tokens, lasts),
         mask=mask,
         logprobs=about_the_next(sequence.logprobs for sequence in sequences),
         advantages=about_the_next(sequence.advantages for sequence in sequences),
+        temperatures=np.where(mask, np.repeat(temperatures, lengths), np.float32(1.0)),
     )
 
 

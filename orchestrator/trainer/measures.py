@@ -5,7 +5,8 @@ tensors in main memory too.
 """
 
 import math
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, Self
 
 import numpy as np
 
@@ -31,9 +32,10 @@ def staleness(batch: TrainingBatch) -> dict[str, float]:
 
 
 class LogprobMismatch:
-    """How far recomputed log-probabilities are from the recorded ones, over any number of micro-batches.
+    """How far recomputed log-probabilities are from the recorded ones, over any number of micro-batches and ranks.
 
     Add them before the step changes the weights. What is not finite on either side is counted, and left out of the rest.
+    Ranks send theirs to each other (it can be pickled), and `of_all` is that of the whole batch.
     """
 
     def __init__(self) -> None:
@@ -63,6 +65,20 @@ class LogprobMismatch:
         self._divergence += float((ratio - 1 - np.clip(difference, -_MOST, _MOST)).sum())
         self._ratio += float(ratio.sum())
         self._ratio_squared += float((ratio**2).sum())
+
+    @classmethod
+    def of_all(cls, found: Iterable[Self]) -> Self:
+        """What several have found together, for example one of each rank."""
+        total = cls()
+        for one in found:
+            total.tokens += one.tokens
+            total._not_finite += one._not_finite
+            total._absolute += one._absolute
+            total._highest = max(total._highest, one._highest)
+            total._divergence += one._divergence
+            total._ratio += one._ratio
+            total._ratio_squared += one._ratio_squared
+        return total
 
     def metrics(self) -> dict[str, float]:
         """For `trainer.report`; empty when nothing was compared.

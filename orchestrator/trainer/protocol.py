@@ -20,6 +20,8 @@ PROTOCOLS = {
     1: "join, next, get, ack, publish, done, ping, leave and their answers",
     2: "join may carry a token; a publication may be answered by missing, when the version cannot be loaded",
     3: "batches say more of each sequence, in one more frame, and how many tokens are trained on; report; publish may wait; checkpointed",
+    4: "updating and updated, answered by engines; a pong says how many engines wait for weights",
+    5: "welcome says how often the run was set back, and join what the trainer knows of it; updating may name a step, and updated say that nothing was sent; a pong may say that the run is over",
 }
 """What each number of the protocol added. The service understands every number in this table.
 
@@ -57,8 +59,12 @@ class ProtocolError(ValueError):
     """A message that cannot be understood."""
 
 
-class Join(msgspec.Struct, tag="join", frozen=True):
-    """A rank's first message on a connection. `client` is new for every client object, `token` a shared secret."""
+class Join(msgspec.Struct, tag="join", frozen=True, omit_defaults=True):
+    """A rank's first message on a connection. `client` is new for every client object, `token` a shared secret.
+
+    `rewinds` is how often the run had been set back when this client joined last; None for one that has not joined, or that asks
+    for the run to be set back.
+    """
 
     protocol: Number
     rank: RankNumber
@@ -67,13 +73,18 @@ class Join(msgspec.Struct, tag="join", frozen=True):
     host: Name = ""
     pid: Number = 0
     token: Name = ""
+    rewinds: Number | None = None
 
 
 class Next(msgspec.Struct, tag="next", frozen=True):
-    """The batch of step `after` + 1, as soon as there is one."""
+    """The batch of step `after` + 1, as soon as there is one.
+
+    With `rewind` the run is set back to step `after`, where the service allows it and no longer keeps that batch.
+    """
 
     id: Number
     after: Number
+    rewind: bool = False
 
 
 class Get(msgspec.Struct, tag="get", frozen=True):
@@ -101,6 +112,31 @@ class Publish(msgspec.Struct, tag="publish", frozen=True):
     path: WeightsPath | None = None
     step: Number = 0
     wait_s: Seconds = 0.0
+
+
+class Updating(msgspec.Struct, tag="updating", frozen=True):
+    """The rank is about to send a version to the engines itself: have them stand still, and say which they are.
+
+    It comes from training up to `step`, where the rank knows.
+    """
+
+    id: Number
+    version: Number
+    step: Number = 0
+
+
+class Updated(msgspec.Struct, tag="updated", frozen=True):
+    """The version was sent to all of them, or not, where `failed` says why; else as `publish`.
+
+    With `untouched` nothing of it was sent to any of them, so they can go on with what they have.
+    """
+
+    id: Number
+    version: Number
+    step: Number = 0
+    wait_s: Seconds = 0.0
+    failed: Name = ""
+    untouched: bool = False
 
 
 class Report(msgspec.Struct, tag="report", frozen=True):
@@ -132,14 +168,15 @@ class Leave(msgspec.Struct, tag="leave", frozen=True):
     """The rank closes its connection in good order."""
 
 
-class Welcome(msgspec.Struct, tag="welcome", frozen=True):
-    """The rank has joined. `after` is the last step before the first that it has not acknowledged."""
+class Welcome(msgspec.Struct, tag="welcome", frozen=True, omit_defaults=True):
+    """The rank has joined. `after` is the last step before the first that it has not acknowledged, `rewinds` how often the run was set back."""
 
     protocol: Number
     run: Name
     world_size: RankNumber
     after: Number
     version: Number
+    rewinds: Number = 0
 
 
 class Refused(msgspec.Struct, tag="refused", frozen=True):
@@ -188,14 +225,30 @@ class Published(msgspec.Struct, tag="published", frozen=True):
     note: str = ""
 
 
-class Pong(msgspec.Struct, tag="pong", frozen=True):
-    """The service is there. Also sent unasked, to find out whether a rank still is."""
+class Engines(msgspec.Struct, tag="engines", frozen=True):
+    """The engines stand still until `updated` comes; these are their base URLs."""
+
+    id: Number
+    urls: list[str]
 
 
-ToServer = Join | Next | Get | Ack | Publish | Report | Checkpointed | Done | Ping | Leave
-ToTrainer = Welcome | Refused | Unknown | Served | Missing | Finished | Ok | Published | Pong
-Request = Next | Get | Ack | Publish | Report | Checkpointed | Done
-Answer = Served | Missing | Finished | Ok | Published
+class Pong(msgspec.Struct, tag="pong", frozen=True, omit_defaults=True):
+    """The service is there. Also sent unasked, to find out whether a rank still is.
+
+    `waiting` engines have no weights that they may sample with, and wait for the trainer to send them some. `over` is why there will
+    be no further batch, and the service leaves.
+    """
+
+    waiting: Number = 0
+    over: str = ""
+
+
+ToServer = (
+    Join | Next | Get | Ack | Publish | Updating | Updated | Report | Checkpointed | Done | Ping | Leave
+)
+ToTrainer = Welcome | Refused | Unknown | Served | Missing | Finished | Ok | Published | Engines | Pong
+Request = Next | Get | Ack | Publish | Updating | Updated | Report | Checkpointed | Done
+Answer = Served | Missing | Finished | Ok | Published | Engines
 
 T = TypeVar("T")
 

@@ -2,7 +2,7 @@
 
 Keeps what was asked and not yet answered, and asks again after every handshake: when the service restarts, or the
 network breaks, the connection is unknown to it, the rank joins again and nothing that was asked is lost. What
-can only be wrong (another run, another world size, a rank taken over by a newer process) raises TrainerLinkError.
+can only be wrong (another run, one that was set back, another world size, a rank taken over by a newer process) raises TrainerLinkError.
 """
 
 import os
@@ -16,10 +16,12 @@ from orchestrator.errors import TrainerLinkError
 from orchestrator.trainer.protocol import (
     PROTOCOL,
     Answer,
+    Engines,
     Finished,
     Join,
     Leave,
     Missing,
+    Next,
     Ok,
     Ping,
     Pong,
@@ -55,15 +57,23 @@ class TrainerSession:
         self._token = token
         self._client = uuid.uuid4().hex
         self._ids = 0
-        self._asked: dict[int, bytes] = {}
+        self._asked: dict[int, Request] = {}
         self._joined = False
         self.welcome: Welcome | None = None
+        self.engines_waiting = 0
+        """Engines that wait for weights, as the service said last."""
+        self.over = ""
+        """Why the run is over, once the service has said so; until it is served again."""
 
     def hello(self) -> bytes:
         """What a new connection starts with."""
         self._joined = False
         host, pid = socket.gethostname(), os.getpid()
-        return encode(Join(PROTOCOL, self.rank, self.world_size, self._client, host, pid, self._token))
+        asks_for_it = any(isinstance(asked, Next) and asked.rewind for asked in self._asked.values())
+        rewinds = None if self.welcome is None or asks_for_it else self.welcome.rewinds
+        return encode(
+            Join(PROTOCOL, self.rank, self.world_size, self._client, host, pid, self._token, rewinds)
+        )
 
     def goodbye(self) -> bytes:
         return encode(Leave())
@@ -77,7 +87,7 @@ class TrainerSession:
         frame = encode(request)
         # The service would refuse the connection for it; the caller's own line is the better place to hear of it.
         decode_to_server(frame)
-        self._asked[request.id] = frame
+        self._asked[request.id] = request
         return [frame] if self._joined else []
 
     def forget(self, request_id: int) -> None:
@@ -101,15 +111,21 @@ class TrainerSession:
                 self._check_run(message)
                 again = self._joined
                 self.welcome, self._joined = message, True
+                if not again:
+                    self.over = ""
                 # While the service was away several joins may have piled up; one answer is enough to ask again.
-                return [] if again else list(self._asked.values()), None
+                return [] if again else [encode(asked) for asked in self._asked.values()], None
             case Unknown():
                 return [self.hello()] if self._joined else [], None
             case Refused():
                 raise TrainerLinkError(f"rank {self.rank} was refused: {message.reason}")
             case Pong():
+                self.engines_waiting = message.waiting
+                self.over = message.over or self.over
                 return [], None
-            case Served() | Missing() | Finished() | Ok() | Published():
+            case Served() | Missing() | Finished() | Ok() | Published() | Engines():
+                if isinstance(message, Finished):
+                    self.over = message.reason
                 known = self._asked.pop(message.id, None) is not None
                 return [], Answered(message, frames[1:]) if known else None
 

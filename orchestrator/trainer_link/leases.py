@@ -1,7 +1,6 @@
-"""Who gets which batch: leases, ranks and acknowledgements, without any I/O.
+"""Who gets which batch: what ranks ask for and are told, without any I/O.
 
-Invariants: a batch is leased from `offer` until every rank has acknowledged it, and a rank acknowledges only what it was
-served; a rank is served in step order and gets the same batch whenever it asks for the same step; a rank has one
+Invariants: a batch is leased from `offer` until every rank has acknowledged it (`held`); a rank is served in step order and gets the same batch whenever it asks for the same step; a rank has one
 connection, the newest; an answer to an acknowledgement or a publication is given only after it is recorded. A
 transport feeds it messages with `receive`, which raises for nothing that a peer sends, and carries out what it says
 through `send` and `serve`. Recovered batches are restored before the first message comes in, so that a step which a
@@ -11,9 +10,8 @@ A rank that stays away holds its leases, however long. They do not grow without 
 bounded number of batches ahead of what was trained on; nothing else is kept for a rank that is not connected.
 """
 
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import structlog
@@ -35,18 +33,22 @@ from orchestrator.trainer.protocol import (
     Pong,
     ProtocolError,
     Publish,
-    Published,
     Refused,
     Report,
     ToServer,
     ToTrainer,
     Unknown,
+    Updated,
+    Updating,
     Welcome,
     decode_to_server,
 )
-from orchestrator.trainer_link.encoding import check_shares
-from orchestrator.trainer_link.publications import CheckVersion, Decision, Loads, Publications, WaitLoaded
+from orchestrator.trainer_link.announcements import Announcements
+from orchestrator.trainer_link.given_up import explain_unserved
+from orchestrator.trainer_link.held import Acknowledged, HeldBatches
+from orchestrator.trainer_link.publications import CheckVersion, OnPublish, Publications, Updates, WaitLoaded
 from orchestrator.trainer_link.ranks import Rank, Ranks
+from orchestrator.trainer_link.rewinds import Begin, Rewinds
 from orchestrator.trainer_link.thinning import Thinned
 
 log = structlog.get_logger("trainer")
@@ -73,15 +75,6 @@ class RankStatus:
     last_acknowledged: int
 
 
-@dataclass(slots=True)
-class _Lease:
-    """A batch that not every rank has acknowledged; `served_to` are the ranks that may have it."""
-
-    batch: Batch
-    served_to: set[int] = field(default_factory=set)
-    acknowledged_by: set[int] = field(default_factory=set)
-
-
 class Leases:
     """Hands out batches over some transport."""
 
@@ -91,6 +84,7 @@ class Leases:
         *,
         world_size: int,
         run: str,
+        rewound: Sequence[int],
         token: str | None,
         keep: int,
         last_step: int,
@@ -98,45 +92,69 @@ class Leases:
         can_load: bool,
         check_version: CheckVersion,
         wait_loaded: WaitLoaded,
+        updates: Updates,
         on_ack: Callable[[int], None],
         on_rank_ack: Callable[[int, int], None],
-        on_publish: Callable[[int, str | None], None],
+        on_publish: OnPublish,
         on_trained: Callable[[int], None],
         on_report: Callable[[int, Mapping[str, float]], str],
         on_checkpoint: Callable[[int], None],
         on_done: Callable[[], None],
+        begin_rewind: Begin | None,
         on_told: Callable[[], None],
         when_durable: Callable[[Callable[[], None]], None],
     ) -> None:
         self._transport = transport
         self._world_size = world_size
         self._run = run
-        self._keep = keep
+        self._rewound = rewound
         self._can_load = can_load
-        self.last_step = last_step
+        self._held = HeldBatches(world_size=world_size, keep=keep, last_step=last_step)
+        self.explain_missing = self._held.explain_missing
         self._done = False
         self._finished: str | None = None
         self._on_ack = on_ack
         self._on_rank_ack = on_rank_ack
-        self._on_trained = on_trained
         self._on_report = on_report
         self._on_checkpoint = on_checkpoint
         self._on_done = on_done
         self._on_told = on_told
         self._when_durable = when_durable
-        self._wait_loaded = wait_loaded
-        self._leased: dict[int, _Lease] = {}
-        self._kept: OrderedDict[int, Batch] = OrderedDict()
-        self._ranks = Ranks(world_size=world_size, token=token, send=transport.send)
+        self._updates = updates
+        self._ranks = Ranks(
+            world_size=world_size,
+            token=token,
+            rewound=rewound,
+            send=transport.send,
+            on_gone=lambda rank: updates.gone(rank.client),
+        )
+        self._rewinds = (
+            None
+            if begin_rewind is None
+            else Rewinds(world_size=world_size, send=transport.send, begin=begin_rewind)
+        )
         self._newest_version = newest_version
         self._publications = Publications(newest=newest_version, check=check_version, on_publish=on_publish)
+        self._announcements = Announcements(
+            self._publications,
+            send=transport.send,
+            updates=updates,
+            wait_loaded=wait_loaded,
+            on_trained=on_trained,
+            when_durable=when_durable,
+        )
         self._acknowledged: dict[int, int] = {}
         self._malformed = Thinned()
 
     @property
     def leased(self) -> list[int]:
         """Steps that not every rank has acknowledged."""
-        return list(self._leased)
+        return self._held.leased
+
+    @property
+    def last_step(self) -> int:
+        """The newest batch that there was."""
+        return self._held.last_step
 
     @property
     def ranks(self) -> list[RankStatus]:
@@ -166,7 +184,7 @@ class Leases:
 
     def offer(self, batch: Batch) -> None:
         """Lease a durable batch; steps come in order."""
-        self._lease(_Lease(batch))
+        self._held.offer(batch)
         for rank in self._ranks:
             if rank.waiting is not None:
                 request, rank.waiting = rank.waiting, None
@@ -174,15 +192,12 @@ class Leases:
 
     def restore(self, batch: Batch, acked_by: Collection[int]) -> None:
         """Lease a batch of an earlier process again; any rank may have it, and those of `acked_by` need it no more."""
-        self._lease(_Lease(batch, set(range(self._world_size)), set(acked_by)))
-        if len(acked_by) >= self._world_size:
+        if self._held.restore(batch, acked_by):
             self._complete(batch.step)
 
     def keep(self, batch: Batch) -> None:
         """Put back a batch that every rank had acknowledged before a restart."""
-        self.last_step = max(self.last_step, batch.step)
-        self._kept[batch.step] = batch
-        self._trim()
+        self._held.keep(batch)
 
     def finish(self, reason: str) -> None:
         """There will be no further batch; ranks are told when they have had the last one."""
@@ -191,6 +206,8 @@ class Leases:
             for rank in self._ranks:
                 if rank.waiting is not None:
                     self._tell_finished(rank, rank.waiting)
+                else:
+                    self._transport.send(rank.peer, self._pong())
 
     def receive(self, peer: bytes, frames: list[Any]) -> None:
         """Take a message in."""
@@ -217,24 +234,31 @@ class Leases:
 
     def lose(self, peer: bytes) -> None:
         """The connection is gone."""
+        rank = self._ranks.by_peer(peer)
+        if rank is not None and self._rewinds is not None:
+            self._rewinds.lose(rank.number)
         self._ranks.lose(peer)
         self._on_told()
 
     def publish(self, version: int, path: str | None) -> None:
         """A version appeared in the directory that is watched."""
-        self._publications.publish(version, path, source="directory", then=lambda decision: None)
+        self._publications.publish(version, path, step=0, source="directory", then=lambda decision: None)
 
     def _join(self, peer: bytes, join: Join) -> None:
         rank = self._ranks.join(peer, join)
         if rank is not None:
-            unacknowledged = (
-                step for step, lease in self._leased.items() if rank.number not in lease.acknowledged_by
-            )
-            after = min(unacknowledged, default=self.last_step + 1) - 1
+            after = self._held.done_by(rank.number)
             version = max(0, self._newest_version())
-            self._transport.send(peer, Welcome(join.protocol, self._run, self._world_size, after, version))
+            about = Welcome(
+                join.protocol, self._run, self._world_size, after, version, rewinds=len(self._rewound)
+            )
+            self._transport.send(peer, about)
 
     def _handle(self, rank: Rank, message: ToServer) -> None:
+        unserved = explain_unserved(self._held, self._rewound, rank.number, message)
+        if unserved is not None:
+            self._transport.send(rank.peer, unserved)
+            return
         match message:
             case Next():
                 self._next(rank, message)
@@ -243,7 +267,11 @@ class Leases:
             case Ack():
                 self._ack(rank, message)
             case Publish():
-                self._publish(rank, message)
+                self._announcements.publish(rank, message)
+            case Updating():
+                self._announcements.updating(rank, message)
+            case Updated():
+                self._announcements.updated(rank, message)
             case Report():
                 self._report(rank, message)
             case Checkpointed():
@@ -255,12 +283,17 @@ class Leases:
                     self._on_done()
                 self._reply_when_durable(rank, Ok(message.id))
             case Ping():
-                self._transport.send(rank.peer, Pong())
+                self._transport.send(rank.peer, self._pong())
             case Leave():
+                if self._rewinds is not None:
+                    self._rewinds.lose(rank.number)
                 self._ranks.leave(rank)
                 self._on_told()
 
     def _next(self, rank: Rank, message: Next) -> None:
+        rank.rewinding = message.id if message.rewind else None
+        if self._rewinds is not None and not message.rewind:
+            self._rewinds.went_on(rank.number, message.after)
         if message.after < self.last_step:
             self._serve_step(rank, message.id, message.after + 1)
         elif message.after > self.last_step:
@@ -275,72 +308,40 @@ class Leases:
             rank.waiting = message.id
 
     def _serve_step(self, rank: Rank, request_id: int, step: int) -> None:
-        lease = self._leased.get(step)
-        if lease is not None:
-            lease.served_to.add(rank.number)
-        batch = lease.batch if lease is not None else self._kept.get(step)
+        batch = self._held.serve(step, rank.number)
         if batch is not None or (self._can_load and 0 < step <= self.last_step):
             self._transport.serve(rank, request_id, step, batch)
         else:
-            self._transport.send(rank.peer, Missing(request_id, self.explain_missing(step)))
+            self.miss(rank, request_id, step)
 
-    def explain_missing(self, step: int) -> str:
-        """Why a step cannot be served."""
-        if step > self.last_step or step < 1:
-            return f"there is no batch of step {step}; the last one is step {self.last_step}"
-        available = sorted([*self._kept, *self._leased])
-        kept = f"steps {available[0]} to {available[-1]} are" if available else "none is"
-        return (
-            f"the batch of step {step} is no longer kept ({kept}); resume the trainer from a later checkpoint, or set the run "
-            f"back with `orchestrator run CONFIG --rewind-to {step - 1}` (and raise trainer.keep_batches for the next time)"
-        )
+    def miss(self, rank: Rank, request_id: int, step: int) -> None:
+        """A batch that a rank asked for is not there: the run is set back for it, or it is told why not."""
+        if self._rewinds is not None and rank.rewinding == request_id and 1 < step <= self.last_step:
+            self._rewinds.ask(rank, request_id, step - 1)
+        else:
+            self._transport.send(rank.peer, Missing(request_id, self.explain_missing(step)))
 
     def _ack(self, rank: Rank, message: Ack) -> None:
         step, note = message.step, ""
         if step > self.last_step or step < 1:
             self._transport.send(rank.peer, Missing(message.id, self.explain_missing(step)))
             return
-        lease = self._leased.get(step)
-        if lease is None or rank.number in lease.acknowledged_by:
-            note = f"step {step} was acknowledged before"
-        elif rank.number not in lease.served_to:
+        acknowledged = self._held.acknowledge(step, rank.number)
+        if acknowledged is Acknowledged.NEVER_SERVED:
             reason = (
                 f"rank {rank.number} acknowledges step {step}, which it was never served; "
                 "does the trainer's checkpoint belong to another run?"
             )
             self._transport.send(rank.peer, Missing(message.id, reason))
             return
+        if acknowledged is Acknowledged.BEFORE:
+            note = f"step {step} was acknowledged before"
         else:
-            lease.acknowledged_by.add(rank.number)
             self._acknowledged[rank.number] = max(step, self._acknowledged.get(rank.number, 0))
             self._on_rank_ack(step, rank.number)
-            if len(lease.acknowledged_by) >= self._world_size:
+            if acknowledged is Acknowledged.LAST:
                 self._complete(step)
         self._reply_when_durable(rank, Ok(message.id, note))
-
-    def _publish(self, rank: Rank, message: Publish) -> None:
-        def answer(decision: Decision) -> None:
-            if not decision.accepted:
-                self._transport.send(rank.peer, Missing(message.id, decision.note))
-                return
-            if message.step:
-                self._on_trained(message.step)
-            if message.wait_s:
-                self._when_durable(
-                    lambda: self._wait_loaded(message.version, message.wait_s, loaded(decision))
-                )
-            else:
-                self._reply_when_durable(rank, Ok(message.id, decision.note))
-
-        def loaded(decision: Decision) -> Loads:
-            def tell(refused: str, engines: Mapping[str, str]) -> None:
-                answer = Published(message.id, dict(engines), decision.note)
-                self._transport.send(rank.peer, Missing(message.id, refused) if refused else answer)
-
-            return tell
-
-        source = f"rank {rank.number}"
-        self._publications.publish(message.version, message.path, source=source, then=answer)
 
     def _report(self, rank: Rank, message: Report) -> None:
         problem = (
@@ -357,23 +358,12 @@ class Leases:
         self._on_checkpoint(message.step)
         self._reply_when_durable(rank, Ok(message.id))
 
-    def _lease(self, lease: _Lease) -> None:
-        step = lease.batch.step
-        if self._leased and step <= max(self._leased):
-            raise ValueError(f"batch {step} offered after batch {max(self._leased)}")
-        check_shares([lease.batch], self._world_size)
-        self._leased[step] = lease
-        self.last_step = max(self.last_step, step)
-
     def _complete(self, step: int) -> None:
-        batch = self._leased.pop(step).batch
-        self._kept[step] = batch
-        self._trim()
+        self._held.complete(step)
         self._on_ack(step)
 
-    def _trim(self) -> None:
-        while len(self._kept) > self._keep:
-            self._kept.popitem(last=False)
+    def _pong(self) -> Pong:
+        return Pong(self._updates.waiting, self._finished or "")
 
     def _tell_finished(self, rank: Rank, request_id: int) -> None:
         assert self._finished is not None

@@ -16,8 +16,10 @@ def partition(lengths: Sequence[int], world_size: int) -> list[list[int]]:
     """Indices of the sequences of each rank, in the batch's order. ValueError unless they divide evenly."""
     if world_size < 1 or len(lengths) % world_size:
         raise ValueError(f"{len(lengths)} sequences cannot be shared evenly by {world_size} ranks")
+    if world_size == 1:
+        return [list(range(len(lengths)))]
     shares = _longest_first(lengths, world_size)
-    if lengths and world_size > 1:
+    if lengths:
         _even_out(lengths, shares)
     return [sorted(share) for share in shares]
 

@@ -2,12 +2,13 @@
 
 A rank has one connection, the newest, and a connection is one rank. A process whose rank was taken over is told so and
 is not let in again, or two processes would take the rank from each other for ever. Where the service has a token,
-who does not present it learns nothing else. No I/O: what is to be sent goes through `send`.
+who does not present it learns nothing else. A process that joined before the run was set back is refused, and takes nobody's place: what it
+has was given up. No I/O: what is to be sent goes through `send`.
 """
 
 import hmac
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import structlog
@@ -24,7 +25,8 @@ _REMEMBERED_CLIENTS = 1024
 class Rank:
     """A connected rank.
 
-    `waiting` is the id of its request for the batch behind the last one, `told` whether it knows that the run is over.
+    `waiting` is the id of its request for the batch behind the last one, `told` whether it knows that the run is over,
+    `rewinding` the id of a request that wants the run to be set back if need be.
     """
 
     number: int
@@ -35,16 +37,27 @@ class Rank:
     protocol: int
     waiting: int | None = None
     told: bool = False
+    rewinding: int | None = None
 
 
 class Ranks:
     """The ranks that are connected."""
 
     def __init__(
-        self, *, world_size: int, token: str | None, send: Callable[[bytes, ToTrainer], None]
+        self,
+        *,
+        world_size: int,
+        token: str | None,
+        rewound: Sequence[int],
+        send: Callable[[bytes, ToTrainer], None],
+        on_gone: Callable[[Rank], None],
     ) -> None:
+        """`rewound`: the steps that the run was set back to. `on_gone` is called with a rank whose connection is over, however, or
+        whose place another process has taken."""
+        self._on_gone = on_gone
         self._world_size = world_size
         self._token = token
+        self._rewound = rewound
         self._send = send
         self._ranks: dict[int, Rank] = {}
         self._peers: dict[bytes, Rank] = {}
@@ -96,6 +109,7 @@ class Ranks:
 
     def _remove(self, rank: Rank) -> None:
         del self._peers[rank.peer], self._ranks[rank.number]
+        self._on_gone(rank)
 
     def _refusal(self, join: Join) -> str:
         if self._token is not None and not hmac.compare_digest(join.token.encode(), self._token.encode()):
@@ -112,13 +126,21 @@ class Ranks:
         if join.world_size != self._world_size or not 0 <= join.rank < self._world_size:
             return (
                 f"the trainer joined as rank {join.rank} of world size {join.world_size}, the orchestrator is configured "
-                f"for world size {self._world_size} (trainer.world_size)"
+                f"for world size {self._world_size} (trainer.world_size); start as many ranks, or restart the orchestrator with "
+                "another trainer.world_size, which shares out anew what was not acknowledged"
             )
         if join.client in self._replaced:
             return f"a newer process has joined as rank {join.rank}"
+        if join.rewinds is not None and join.rewinds < len(self._rewound):
+            back = min(self._rewound[join.rewinds :])
+            return (
+                f"the run was set back to step {back} since this process joined, and what it has of later steps was given up; restart it "
+                f"from its checkpoint of step {self._rewound[-1]}"
+            )
         return ""
 
     def _replace(self, old: Rank, join: Join) -> None:
+        self._on_gone(old)
         self._replaced[old.client] = None
         while len(self._replaced) > _REMEMBERED_CLIENTS:
             self._replaced.popitem(last=False)

@@ -1,13 +1,14 @@
 """Serves batches to the trainer's ranks, over ZMQ or a shared directory.
 
 A thin shell around `Leases`: it owns the link and one thread in which batches are read back and turned into
-frames, because both take longer than the event loop should be held. The last batch of each rank stays encoded
-until the rank has acknowledged it. A batch that cannot be read or encoded is an answer to the rank, with the reason,
+frames, because both take longer than the event loop should be held. A batch is read and cut once for all ranks. The
+last share of each rank stays encoded until the rank has acknowledged it. A batch that cannot be read or encoded is an answer to the rank, with the reason,
 and a line in the log.
 """
 
 import asyncio
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -18,10 +19,10 @@ from envs.curve import ServerKeys
 from orchestrator.groups.group import Batch
 from orchestrator.trainer.filesystem import SCHEME
 from orchestrator.trainer.protocol import Missing, Served, ToTrainer, encode
-from orchestrator.trainer_link.encoding import encode_batch
+from orchestrator.trainer_link.encoding import CutBatch
 from orchestrator.trainer_link.files import FileLink
 from orchestrator.trainer_link.leases import Leases, RankStatus
-from orchestrator.trainer_link.publications import CheckVersion, WaitLoaded
+from orchestrator.trainer_link.publications import CheckVersion, OnPublish, Updates, WaitLoaded
 from orchestrator.trainer_link.ranks import Rank
 from orchestrator.trainer_link.socket import BatchSocket
 
@@ -34,6 +35,9 @@ PROBE_S = 5.0
 
 _MAX_ASKED = 8
 """Requests for batches of one rank that may wait for the encoder; a client has at most two."""
+
+_MAX_CUT = 2
+"""Batches that are kept as they were cut: that of the ranks that are behind, and that of those that are ahead."""
 
 
 class Link(Protocol):
@@ -72,33 +76,38 @@ class BatchServer:
         link: Link,
         world_size: int,
         run: str,
+        rewound: Sequence[int],
         keep: int,
         last_step: int,
         newest_version: Callable[[], int],
         load: Callable[[int], Batch | None] | None,
         check_version: CheckVersion,
         wait_loaded: WaitLoaded,
+        updates: Updates,
         on_ack: Callable[[int], None],
         on_rank_ack: Callable[[int, int], None],
-        on_publish: Callable[[int, str | None], None],
+        on_publish: OnPublish,
         on_trained: Callable[[int], None],
         on_report: Callable[[int, Mapping[str, float]], str],
         on_checkpoint: Callable[[int], None],
         on_done: Callable[[], None],
+        find_obstacle: Callable[[int], str] | None,
+        on_rewind: Callable[[int], None],
         when_durable: Callable[[Callable[[], None]], None],
         token: str | None,
     ) -> None:
-        """Serve `world_size` ranks over `link`, which is closed with this.
+        """Serve `world_size` ranks over `link`, which is closed with this; `rewound` are the steps that the run was set back to.
 
         `keep` acknowledged batches stay in memory; `load` reads others back (in a thread). `last_step`
         is where a resumed run stands, `newest_version` asks for the newest published version, -1 while version 0 itself
         may be published. `check_version(version, path, decided)` calls `decided` once, with the reason why
         a newer version cannot be loaded, or ""; `wait_loaded(version, seconds, then)` calls `then` when the engines have a
-        published version, or will not. `on_rank_ack(step, rank)` and `on_publish` record, and a rank is
+        published version, or will not; `updates` are versions that the trainer sends itself. `on_rank_ack(step, rank)` and `on_publish` record, and a rank is
         answered when `when_durable` calls back, so that what it was told holds after a crash; `on_ack(step)` says that
         every rank has acknowledged, `on_trained(step)` that a published version comes from training on a step.
         `on_report` takes the trainer's own numbers of a step, and returns why they are refused, if they are; `on_checkpoint`
-        records that the trainer can go on from behind a step.
+        records that the trainer can go on from behind a step. `find_obstacle(step)` says (in a thread) why the run cannot be set
+        back to a step, if it cannot, and `on_rewind` sets it back; None where trainers may not ask for it.
 
         With `token` only trainers that present it are let in. Restore recovered batches before entering the context.
         """
@@ -106,12 +115,15 @@ class BatchServer:
         self._load = load
         self._check_version = check_version
         self._on_rank_ack = on_rank_ack
+        self._find_obstacle = find_obstacle
+        self._on_rewind = on_rewind
         self._told = asyncio.Event()
         self._link = link
         self._leases = Leases(
             self,
             world_size=world_size,
             run=run,
+            rewound=rewound,
             token=token,
             keep=keep,
             last_step=last_step,
@@ -119,6 +131,7 @@ class BatchServer:
             can_load=load is not None,
             check_version=self._check,
             wait_loaded=wait_loaded,
+            updates=updates,
             on_ack=on_ack,
             on_rank_ack=self._rank_acked,
             on_publish=on_publish,
@@ -126,10 +139,12 @@ class BatchServer:
             on_report=on_report,
             on_checkpoint=on_checkpoint,
             on_done=on_done,
+            begin_rewind=None if find_obstacle is None else self._begin_rewind,
             on_told=self._told.set,
             when_durable=when_durable,
         )
         self._encoded: dict[int, tuple[tuple[int, int], Frames]] = {}
+        self._cut: OrderedDict[int, CutBatch] = OrderedDict()
         self._encoding: dict[asyncio.Future[Frames | None], int] = {}
         self._closed = False
 
@@ -223,9 +238,17 @@ class BatchServer:
         future.add_done_callback(lambda done: self._send_encoded(done, rank, request_id, step))
 
     def _encode(self, step: int, rank: Rank, batch: Batch | None) -> Frames | None:
-        if batch is None:
-            batch = self._load(step) if self._load else None
-        return None if batch is None else encode_batch(batch, rank.number, self._world_size, rank.protocol)
+        """In the thread, which has `_cut` to itself. A step has the same content as long as this server lives."""
+        cut = self._cut.get(step)
+        if cut is None:
+            if batch is None:
+                batch = self._load(step) if self._load else None
+            if batch is None:
+                return None
+            cut = self._cut[step] = CutBatch(batch, self._world_size)
+            while len(self._cut) > _MAX_CUT:
+                self._cut.popitem(last=False)
+        return cut.frames(rank.number, rank.protocol)
 
     def _send_encoded(
         self, future: "asyncio.Future[Frames | None]", rank: Rank, request_id: int, step: int
@@ -245,10 +268,30 @@ class BatchServer:
             self.send(peer, Missing(request_id, reason))
             return
         if frames is None:
-            self.send(peer, Missing(request_id, self._leases.explain_missing(step)))
+            self._leases.miss(rank, request_id, step)
             return
         self._encoded[number] = ((step, rank.protocol), frames)
         self._link.send(peer, [encode(Served(request_id, step)), *frames])
+
+    def _begin_rewind(self, step: int, refuse: Callable[[str], None]) -> None:
+        """Look in the thread whether it can be done, so that nothing is stopped in vain."""
+        assert self._find_obstacle is not None
+
+        def looked(future: "asyncio.Future[str]") -> None:
+            if self._closed or future.cancelled():
+                return
+            try:
+                obstacle = future.result()
+            except Exception as error:
+                # Whatever it was, the ranks wait for an answer, and somebody must be able to find out.
+                log.exception("trainer.rewind_failed", to_step=step)
+                obstacle = f"the run cannot be set back to step {step}: {error}"
+            if obstacle:
+                refuse(obstacle)
+            else:
+                self._on_rewind(step)
+
+        self._loop.run_in_executor(self._threads, self._find_obstacle, step).add_done_callback(looked)
 
     def _check(self, version: int, path: str | None, decided: Callable[[str], None]) -> None:
         def while_open(reason: str) -> None:

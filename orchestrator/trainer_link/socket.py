@@ -15,6 +15,8 @@ import zmq
 
 from envs.curve import Gatekeeper, ServerKeys, secure_server
 from envs.drained import DrainedSocket
+from envs.memory import keep_freed_memory
+from envs.vanished import notice_vanished
 from orchestrator.errors import TrainerLinkError
 from orchestrator.trainer.protocol import MAX_REQUEST_BYTES, Pong, encode
 
@@ -34,6 +36,7 @@ class BatchSocket:
         self._gatekeeper: Gatekeeper | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._on_message: Callable[[bytes, list[Any]], None] | None = None
+        keep_freed_memory()
         self._context = zmq.Context()
         socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
         try:
@@ -109,11 +112,7 @@ class BatchSocket:
         # libzmq ends the process when a heartbeat, its own or a peer's, meets a connection that was reset while its input
         # was stopped. So it sends none, and its input never stops: messages are small, and are read as they come.
         socket.setsockopt(zmq.RCVHWM, 0)
-        # A host that vanished without a word is noticed by TCP instead: after 10 s, and four questions 5 s apart.
-        socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
-        socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 10)
-        socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, 5)
-        socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, 4)
+        notice_vanished(socket)
 
     def _probe(self) -> None:
         for peer in list(self._peers()):

@@ -16,6 +16,7 @@ from aiohttp import web
 from orchestrator.facts import Status
 from orchestrator.run.commands import Command, CommandError, parse_command
 from orchestrator.views.http import App, Request
+from orchestrator.views.lines import sources
 from orchestrator.views.terminal import plain
 
 PATH = "/api/control"
@@ -61,6 +62,7 @@ def add_control(app: App, *, tell: Tell, tokens: Sequence[str]) -> None:
             "waiting_for": status.waiting_for,
             "paused": next((wait.text for wait in status.waits if wait.kind == "paused"), ""),
             "changes": status.changes,
+            "sources": sources(status),
         }
         if answer.code != web.HTTPOk.status_code:
             return _answer(answer.code, error=answer.text, **now)

@@ -1,7 +1,7 @@
 """Every metric that Prometheus is given, as one table: name, kind, labels, meaning, and how it is read.
 
 `metrics` exports the table, `metrics_reference` writes docs/metrics.md from it, and a test holds dashboard and alerts
-to it. The number of series is bounded: envs, domains and endpoints are those of the configuration, kinds of failures and
+to it. The number of series is bounded: envs and domains are those of the configuration, endpoints those that there are, kinds of failures and
 reported numbers are bounded where they are counted, and so are the metrics that an environment makes up.
 """
 

@@ -103,6 +103,14 @@ def _evaluation(env: str, results: list[Mapping[str, Any]]) -> Text:
     return text.append(f" (step {last['step']})", "dim")
 
 
+def sources(status: Status) -> list[str]:
+    """Where servers come from that are not listed, a line for each source."""
+    return [
+        f"{one.source} names {one.members} of {one.of}" + (f" ({one.trouble})" if one.trouble else "")
+        for one in status.sources
+    ]
+
+
 def troubles(status: Status) -> list[str]:
     """What is not as it was asked for, a line each."""
     absent = [
@@ -120,7 +128,8 @@ def troubles(status: Status) -> list[str]:
         for endpoint in status.endpoints
         if endpoint.error and not endpoint.healthy
     ]
-    lines = [line for found in (absent, failing, lost) for line in _first(found)]
+    silent = [f"source of {one.of}: {one.source}: {one.trouble}" for one in status.sources if one.trouble]
+    lines = [line for found in (absent, failing, lost, silent) for line in _first(found)]
     lines += [
         f'tracker "{tracker.name}": {tracker.error}'
         + (f" ({tracker.lost} of {tracker.logged + tracker.lost} lines lost)" if tracker.lost else "")

@@ -18,8 +18,8 @@ While a run goes on, `/metrics` of its HTTP side (`http.host`, `http.port`) answ
 scrape needs the bearer token of `http.token_env`. Everything is read at the moment of the scrape; a number that is not known
 yet has no series, which is not a 0.
 
-The number of series is bounded: envs, domains and endpoints are those of the configuration, and whatever an environment or a
-trainer may name freely (kinds of failures, reported numbers, metrics) is counted under so many names at most.
+The number of series is bounded: envs and domains are those of the configuration, endpoints those that there are (at most 1,024; where a source names
+them, they change), and whatever an environment or a trainer may name freely (kinds of failures, reported numbers, metrics) is counted under so many names at most.
 
 [deploy/prometheus/alerts.yml](../deploy/prometheus/alerts.yml) has rules for what somebody should look at, and
 [deploy/grafana/orchestrator.json](../deploy/grafana/orchestrator.json) is a dashboard: import it and choose the Prometheus that scrapes the

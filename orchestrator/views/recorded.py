@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from orchestrator.facts import EnvStatus, Status, by_domain, status_without_run
+from orchestrator.facts import EnvStatus, Status, TaskStatus, by_domain, status_without_run
 from orchestrator.facts.steps import StepRecord
 from orchestrator.views.series import Series
 
@@ -141,7 +141,16 @@ def _env_status(name: str, run: RecordedRun, summary: Mapping[str, Any]) -> EnvS
         dropped=dict(dropped),
         failed=ended - completed - outcomes.get("cancelled", 0),
         last=last,
+        tasks=_task_status(told.get("tasks")),
     )
+
+
+def _task_status(told: Any) -> TaskStatus | None:
+    """What the summary says; one of an earlier version says nothing."""
+    try:
+        return None if told is None else msgspec.convert(told, TaskStatus)
+    except msgspec.ValidationError:
+        return None
 
 
 def _mean(values: NDArray[np.float64]) -> float | None:

@@ -142,6 +142,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             "atropos",
             "textarena",
             "inspect_ai",
+            "ray",
         } & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.adapters)
 

@@ -6,7 +6,7 @@ import random
 import signal
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,6 @@ from tests.adapters.venvs import (
 from tests.integration.service_fixture import Command, settings, write_config
 
 BATCH = 200
-STEPS = 4
-"""Before servers are killed."""
 SLOW_TO_GENERATE = {"futoshiki", "knight_swap"}
 """A second or more for each problem, which is the library's time and not what is tested here."""
 
@@ -69,17 +67,29 @@ def delivered(batches: list[TrainingBatch]) -> Counter[str]:
     return Counter(sequence.env for batch in batches for sequence in batch.sequences)
 
 
+def on_target(batches: list[TrainingBatch], envs: list[dict[str, Any]]) -> bool:
+    """Whether every env has its share of all these batches, but for two percentage points."""
+    total, shares = sum(map(len, batches)), delivered(batches)
+    return all(abs(shares[env["name"]] / total - env["ratio"]) <= 0.02 for env in envs)
+
+
 async def train(
-    address: str, command: Command, killed: list[str]
+    address: str, command: Command, killed: list[str], *, settled: Callable[[list[TrainingBatch]], bool]
 ) -> tuple[list[TrainingBatch], list[TrainingBatch]]:
-    """Batches before and after the servers of some envs are killed; ends when all of these are back in batches."""
+    """Batches before and after the servers of some envs are killed; ends when all of these are back in batches.
+
+    They are killed when the batches before have `settled`: a library that takes seconds for its first rollout is in none
+    of the first batches, which do not wait for it, and has what it is owed in later ones.
+    """
     before: list[TrainingBatch] = []
     after: list[TrainingBatch] = []
+    running = True
     async with AsyncTrainerClient(address) as trainer:
         async for batch in trainer:
-            if len(before) < STEPS:
+            if running:
                 before.append(batch)
-                if len(before) == STEPS:
+                if settled(before):
+                    running = False
                     kill(command, killed)
                     ready = len(command.events("env.ready"))
                     # Holding the batch holds the run, so that the envs can come back.
@@ -103,7 +113,7 @@ def kill(command: Command, names: list[str]) -> None:
 async def test_all_families_train_together_and_survive_the_loss_of_their_servers(
     tmp_path: Path, sockets: Path, reasoning_gym: Driver
 ) -> None:
-    """Every batch has its exact size, the mix is the configured one, and killed servers come back."""
+    """Every batch has its exact size, the mix comes to the configured one, and killed servers come back."""
     names = sorted(set(reasoning_gym.names("reasoning_gym")) - SLOW_TO_GENERATE - {"composite"})
     datasets = random.Random(os.environ.get("DATASETS_SEED", "0")).sample(names, 20)
     envs = environments(datasets)
@@ -126,7 +136,9 @@ async def test_all_families_train_together_and_survive_the_loss_of_their_servers
             await command.wait_event("run.started")
             killed = ["group", "taskset", datasets[0]]
             async with asyncio.timeout(500):
-                before, after = await train(address, command, killed)
+                before, after = await train(
+                    address, command, killed, settled=lambda batches: on_target(batches, envs)
+                )
             command.send(signal.SIGTERM)
             assert await command.wait() == 128 + signal.SIGTERM, command.errors()[-3000:]
             started = Counter(event["env"] for event in command.events("env.server_started"))
@@ -134,9 +146,7 @@ async def test_all_families_train_together_and_survive_the_loss_of_their_servers
     assert {env["name"]: started[env["name"]] for env in envs} == {
         env["name"]: 2 if env["name"] in killed else 1 for env in envs
     }
-    shares = delivered(before)
-    for env in envs:
-        assert shares[env["name"]] / (BATCH * STEPS) == pytest.approx(env["ratio"], abs=0.04), shares
+    assert on_target(before, envs), delivered(before)
 
 
 @pytest.mark.adapters
@@ -174,8 +184,13 @@ async def test_served_games_groups_and_evals_train_together_and_survive_the_loss
         async with await Command.start("run", config, logs=tmp_path / "logs", PYTHONPATH=path) as command:
             await command.wait_event("run.started")
             async with asyncio.timeout(800):
-                before, after = await train(address, command, list(families))
+                before, after = await train(
+                    address,
+                    command,
+                    list(families),
+                    settled=lambda batches: set(delivered(batches)) == set(families),
+                )
             command.send(signal.SIGTERM)
             assert await command.wait() == 128 + signal.SIGTERM, command.errors()[-3000:]
     assert {len(batch) for batch in before + after} == {64}
-    assert set(delivered(before)) == set(delivered(after)) == set(families)
+    assert set(delivered(after)) == set(families)

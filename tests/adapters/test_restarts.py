@@ -80,8 +80,13 @@ FAMILIES = {
     "reasoning_gym": Family(REASONING_GYM, "reasoning_gym::chain_sum"),
     "verifiers_classic": Family(CLASSIC, "verifiers::classic-tested", {"kind": "group"}),
     "verifiers_v1": Family(V1, "verifiers::v1-tested"),
-    "inspect": Family(INSPECT, "inspect::inspect_tested/sums", {"log_dir": "inspect"}),
+    "inspect": Family(INSPECT, "inspect::inspect_tested/sums", {"log_dir": "{tmp}/inspect"}),
 }
+
+
+def _placed(value: Any, tmp_path: Path) -> Any:
+    """The argument, with the directory of the test where it names one."""
+    return value.replace("{tmp}", str(tmp_path)) if isinstance(value, str) else value
 
 
 @pytest.fixture
@@ -209,7 +214,7 @@ async def test_two_workers_a_restart_and_a_kill_inside_a_group_lose_and_double_n
         table = {
             "name": "tested",
             "id": family.id,
-            "args": dict(family.args),
+            "args": {key: _placed(value, tmp_path) for key, value in family.args.items()},
             "python": str(family.venv.python),
         }
         config = write_config(

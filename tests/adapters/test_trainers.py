@@ -2,10 +2,12 @@
 
 import asyncio
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from orchestrator.bridges.atropos_server import run_bridge
@@ -106,3 +108,54 @@ async def test_the_example_trainer_of_atropos_reads_every_batch_through_the_brid
             assert row == pytest.approx(wanted, abs=1e-4)
         heats = sorted(sequence.temperature or 1.0 for sequence in batch.sequences)
         assert sorted(seen["temperatures"]) == pytest.approx(heats)
+
+
+async def test_the_loss_of_the_torch_example_is_truncated_importance_sampling(python: Path) -> None:
+    """As a loop over tokens gives it, with the gradient that a ratio which is no part of it has."""
+    rng = np.random.default_rng(0)
+    shape = (3, 7)
+    ours, recorded = -3 * rng.random(shape), -3 * rng.random(shape)
+    mask = rng.integers(0, 2, shape).astype(bool)
+    advantages = rng.normal(size=shape) * mask
+    given = {
+        "ours": ours.tolist(),
+        "logprobs": (recorded * mask).tolist(),
+        "advantages": advantages.tolist(),
+        "mask": mask.tolist(),
+        "highest_ratio": 1.5,
+    }
+    told = await run_script(python, "grpo_torch_trainer.py", json.dumps(given))
+    loss, truncated, gradient = 0.0, 0, np.zeros(shape)
+    for at in zip(*np.nonzero(mask), strict=True):
+        ratio = math.exp(ours[at] - recorded[at])
+        truncated += ratio > 1.5
+        gradient[at] = -min(ratio, 1.5) * advantages[at]
+        loss += gradient[at] * ours[at]
+    assert truncated > 0
+    assert told["truncated"] == truncated
+    assert told["loss"] == pytest.approx(loss, rel=1e-4)
+    np.testing.assert_allclose(told["gradient"], gradient, rtol=1e-4)
+
+
+async def test_the_torch_example_goes_on_from_an_earlier_checkpoint_and_writes_to_no_folder_twice(
+    python: Path, tmp_path: Path
+) -> None:
+    """With a step it is that one, and later ones count no more; without, the last. The last checkpoints stay, and other folders go with time."""
+    for name in ("step_1", "step_2", "step_4", "step_5", "step_6", "step_6_1", "step_7.unfinished"):
+        (tmp_path / name).mkdir()
+    for name in ("step_2", "step_4", "step_6"):
+        (tmp_path / name / "optimizer.pt").touch()
+
+    async def ask(**options: Any) -> Any:
+        given = {"output": str(tmp_path), "resume_from": None, "keep": 3, "keep_checkpoints": 2, **options}
+        return await run_script(python, "grpo_torch_trainer.py", json.dumps(given))
+
+    refused = await ask(step=1, resume_from=3)
+    assert "has checkpoints of [2, 4, 6], not 3" in refused["refused"]
+    last = await ask(step=6)
+    assert (last["step"], last["folder"], last["unused"]) == (6, "step_6", "step_6_2")
+    assert last["left"] == ["step_4", "step_5", "step_6", "step_6_1", "step_7.unfinished"]
+    back = await ask(step=5, resume_from=4)
+    assert (back["step"], back["folder"], back["unused"]) == (4, "step_4", "step_5_1")
+    assert (tmp_path / "step_6" / "optimizer.pt.given_up").exists()
+    assert (await ask(step=5))["step"] == 4

@@ -85,7 +85,37 @@ INSPECT = Venv("inspect", ("inspect-ai>=0.3.285,<0.4", "openai>=1.0"))
 TRAINERS = Venv("trainers", ("torch==2.13.*", "atroposlib>=0.4,<0.5", "transformers<5"))
 """Not an environment's: torch, and the example trainer that comes with Atropos."""
 TRACK = Venv("track", ("tensorboard>=2.18", "wandb>=0.19"))
-ALL = (REASONING_GYM, CLASSIC, V1, DATASET, OPENENV, ATROPOS, TEXTARENA, INSPECT, TRACK, TRAINERS)
+TRL = Venv("trl", ("torch==2.13.*", "trl==1.16.0", "transformers==5.22.*", "accelerate==1.15.*", "requests"))
+"""As examples/trl/requirements.txt has them: its trainer needs a later transformers than the one above."""
+RAY = Venv(
+    "ray",
+    (
+        "ray>=2.40,<3",
+        "annotated-types>=0.7",
+        "pydantic>=2.11",
+        "pydantic-settings>=2.10",
+        "rich>=13.9",
+        "yarl>=1.17",
+    ),
+)
+"""Not an environment's either: the service itself runs there, with what it needs."""
+KUBERNETES = Venv("kubernetes", ("kubernetes-validate>=1.33", "pyyaml>=6"))
+"""The schemas of Kubernetes' objects, and a reader of YAML."""
+ALL = (
+    REASONING_GYM,
+    CLASSIC,
+    V1,
+    DATASET,
+    OPENENV,
+    ATROPOS,
+    TEXTARENA,
+    INSPECT,
+    TRACK,
+    TRAINERS,
+    TRL,
+    RAY,
+    KUBERNETES,
+)
 
 
 def main() -> int:

@@ -1,6 +1,7 @@
 """Batches as files for prime-rl's trainer, and its broadcasts as acknowledgements, against what is known of its format."""
 
 import asyncio
+import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -11,7 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.bridges.prime_rl import Exchange, run_bridge, share_out
+from orchestrator.bridges.prime_rl import Exchange, run_bridge
+from orchestrator.bridges.prime_rl_format import share_out
 from orchestrator.errors import TrainerLinkError
 from orchestrator.trainer import AsyncTrainerClient
 from orchestrator.trainer_link.server import BatchServer
@@ -75,6 +77,11 @@ def test_every_rank_gets_as_many_micro_batches_and_every_token_is_trained_on_onc
             zip(sequence.tokens, sequence.mask, sequence.advantages, sequence.logprobs, strict=True)
         )
     }
+    heats = {
+        int(token): sequence.temperature or 1.0
+        for sequence in sequences
+        for token in sequence.tokens.tolist()
+    }
     seen: dict[int, tuple[bool, float, float, int]] = {}
     trained = 0
     for micro in (micro for share in shares for micro in share):
@@ -92,7 +99,7 @@ def test_every_rank_gets_as_many_micro_batches_and_every_token_is_trained_on_onc
         assert len(micro.input_ids) <= max_tokens or len(micro.seq_lens) == 1
         fills = not any(micro.advantages) and not any(micro.loss_mask)
         for token, mask, advantage, logprob, place, heat, name in rows:
-            assert (heat, name) == (1.0, "math")
+            assert (heat, name) == (heats[token], "math")
             if not fills:
                 assert token not in seen
                 seen[token] = mask, advantage, logprob, place
@@ -176,3 +183,66 @@ async def test_a_trainer_that_was_set_back_gets_the_steps_again_that_are_kept(tm
         async with bridge(server, far) as task:
             with pytest.raises(TrainerLinkError, match=r"step 1 is no longer kept .*keep_batches"):
                 await task
+
+
+async def test_a_trainer_may_go_back_while_the_bridge_goes_on(tmp_path: Path) -> None:
+    """Its launcher deletes what is beyond its checkpoint: files that it will ask for are written again, kept batches too."""
+    acked: list[int] = []
+    out = tmp_path / "out"
+
+    def clean_beyond(step: int) -> None:
+        for folder in [*(out / "rollouts").iterdir(), *(out / "broadcasts").iterdir()]:
+            if int(folder.name.removeprefix("step_")) > step:
+                shutil.rmtree(folder)
+
+    async with make_server(bind=f"ipc://{tmp_path}/s", world_size=1, keep=4, on_ack=acked.append) as server:
+        for step in range(1, 6):
+            server.offer(make_batch(step))
+        broadcast(out, 0)
+        async with bridge(server, out):
+            for step in (1, 2, 3):
+                await until(lambda step=step: (out / "rollouts" / f"step_{step}").exists())  # type: ignore[misc]
+                broadcast(out, step)
+            await until(lambda: acked == [1, 2, 3] and (out / "rollouts" / "step_5" / "rank_1.bin").exists())
+            files = contents(out)
+            # It resumes from the step that it has done last: what it had been given is gone.
+            clean_beyond(3)
+            await until(lambda: contents(out) == files)
+            clean_beyond(1)
+            fed = {
+                path: content for path, content in files.items() if path.parent.name in ("step_2", "step_3")
+            }
+            await until(lambda: fed.items() <= contents(out).items())
+            for step in (2, 3, 4, 5):
+                broadcast(out, step)
+            await until(lambda: acked == [1, 2, 3, 4, 5])
+            assert contents(out).items() <= files.items()
+
+
+async def test_a_trainer_that_goes_back_too_far_has_the_run_set_back_where_that_is_allowed(
+    tmp_path: Path,
+) -> None:
+    """Whether the bridge goes on or is started for it; without being told so it asks for nothing."""
+    asked: list[int] = []
+    out = tmp_path / "out"
+    exchange = Exchange(out, ranks=1, max_tokens=64)
+    broadcast(out, 2)
+    options: dict[str, Any] = {"find_obstacle": lambda step: "", "on_rewind": asked.append}
+    async with make_server(bind=f"ipc://{tmp_path}/s", world_size=1, keep=1, **options) as server:
+        for step in (1, 2, 3):
+            server.restore(make_batch(step), [0])
+        server.offer(make_batch(4))
+        async with bridge(server, out) as task:
+            await until(lambda: (out / "rollouts" / "step_4").exists())
+            shutil.rmtree(out / "broadcasts" / "step_2")
+            broadcast(out, 1)
+            with pytest.raises(TrainerLinkError, match=r"trainer\.allow_rewind"):
+                await task
+        assert asked == []
+        client = AsyncTrainerClient(server.address, auto_ack=False)
+        task = asyncio.create_task(run_bridge(client, exchange, rewind=True, poll_s=POLL_S))
+        try:
+            await until(lambda: asked == [1])
+        finally:
+            task.cancel()
+            await asyncio.wait([task])

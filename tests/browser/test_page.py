@@ -17,6 +17,7 @@ from orchestrator.views.http import build_app, serve_http
 from tests.browser.chromium import PROGRAM, Browser, Tab
 from tests.integration.env_servers import ROOT
 from tests.integration.service_fixture import Command
+from tests.support.env_specs import kept_by
 from tests.support.recorded_run import HOSTILE, write_run
 
 pytestmark = [
@@ -72,11 +73,9 @@ async def quickstart(tmp_path: Path, *options: str) -> AsyncIterator[tuple[Comma
 def env_servers(command: Command) -> list[int]:
     """The processes that serve envs, without those that only watch over one."""
     found = []
-    for pid in command.processes():
+    for started in command.events("env.server_started"):
         with suppress(OSError):
-            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-            if b"envs.server" in words and not any(word.endswith(b"keeper.py") for word in words):
-                found.append(pid)
+            found.append(kept_by(started["pid"]))
     return found
 
 
@@ -136,6 +135,9 @@ async def test_nothing_is_cut(browser: Browser, tmp_path: Path, width: int, dark
     async with viewing(write_run(tmp_path / "run")) as address, browser.tab(width=width, dark=dark) as tab:
         await tab.open(address)
         await tab.until("document.querySelectorAll('.chart .curve').length > 10")
+        await tab.until_text("Tasks by solve rate", "#overview")
+        await tab.until_text("solved least", "#overview")
+        await tab.until_text("60 of 1000 tried; difficulty: unseen 940, easy 10, medium 15", "#overview")
         await sees_no_trouble(tab)
         await tab.click("Rollouts")
         await tab.until("document.querySelectorAll('#rollouts tbody tr').length > 5")

@@ -17,6 +17,9 @@ PRIME = ["prime-rl", "--out", "out", "--seq-len", "64"]
         (["atropos", "--token-env", "NO_SUCH_TOKEN"], "--token-env names NO_SUCH_TOKEN"),
         ([*PRIME, "--ranks", "0"], "--ranks must be at least 1, got 0"),
         (["prime-rl", "--out", "out", "--seq-len", "-5"], "--seq-len must be at least 1, got -5"),
+        ([*PRIME, "--port", "5600"], "--host and --port are for --transport zmq"),
+        ([*PRIME, "--transport", "zmq"], "--transport zmq needs --port"),
+        ([*PRIME, "--transport", "zmq", "--port", "65535"], "--port must be between 1 and 65534, got 65535"),
         (["atropos", "--connect", "127.0.0.1:5555"], 'did you mean "tcp://127.0.0.1:5555"?'),
     ],
 )

@@ -191,6 +191,17 @@ class TestStatus:
         assert "failed: math: error (8 rollouts), the last: KeyError: 'missing', at mine.py:15 in" in shown
         assert "failed: math: lost (1 rollouts)" in shown
 
+    async def test_servers_elsewhere_stand_with_their_nodes(self, capsys: pytest.CaptureFixture[str]) -> None:
+        """A line for each env that has some; servers of the orchestrator's own machine need none."""
+        nodes = {"math-0": "10.0.0.7", "math-1": "10.0.0.8"}
+        status = sample_status(envs={"math": env_status(nodes=nodes), "code": env_status()})
+        app = build_app(status=lambda: status, metrics=bytes, token=None)
+        async with serve_http(app, host="127.0.0.1", port=0) as address:
+            assert await asyncio.to_thread(main, ["status", "--url", address]) == 0
+        shown = capsys.readouterr().out
+        assert "servers of math: math-0 on 10.0.0.7, math-1 on 10.0.0.8" in shown
+        assert "servers of code" not in shown
+
     async def test_the_raw_status(self, capsys: pytest.CaptureFixture[str]) -> None:
         """--json prints what programs read."""
         code, _ = await self.served("--json", "--url", "ADDRESS/")

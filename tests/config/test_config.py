@@ -331,6 +331,29 @@ class TestMistakes:
         found = problems(path, '--inference.base_urls=["http://127.0.0.1:8000/v1"]')
         assert "remove one of the two" in found["inference.base_urls"]
 
+    def test_a_source_may_stand_alone_or_among_addresses(self, tmp_path: Path) -> None:
+        """A text is a list of one; listed servers and sources go together."""
+        text = BASE.replace("[local]", '[inference]\nbase_urls = "dns+http://vllm:8000/v1"')
+        assert load_config(written(tmp_path, text)).inference.base_urls == ["dns+http://vllm:8000/v1"]
+        mixed = '["tcp://127.0.0.1:7000", "file:servers.txt", "dns+tcp://localhost:7000"]'
+        text = BASE.replace('id = "builtin::reverse"', f'id = "builtin::reverse"\naddresses = {mixed}')
+        assert text != BASE
+        assert len(load_config(written(tmp_path, text)).train.env[0].addresses) == 3
+
+    def test_a_source_that_cannot_be_meant(self, tmp_path: Path) -> None:
+        """Each is told at its place: another kind of server, no port, the same one twice, a wire that anybody can read."""
+        sources = '["dns+tcp://a:7000", "dns+http://a/v1", "dns+https://a:8/v1", "file:x", "file:x"]'
+        text = BASE.replace("[local]", f"[inference]\nbase_urls = {sources}")
+        found = problems(written(tmp_path, text))
+        assert list(found) == [f"inference.base_urls[{number}]" for number in (0, 1, 2, 4)]
+        assert "dns+http://" in found["inference.base_urls[0]"]
+        assert "named twice" in found["inference.base_urls[4]"]
+        text = BASE.replace(
+            'id = "builtin::reverse"', 'id = "builtin::reverse"\naddresses = "dns+tcp://envs:7000"'
+        )
+        assert "insecure = true" in problems(written(tmp_path, text))["train.env[0].addresses"]
+        assert load_config(written(tmp_path, text), ["--train.env.0.insecure", "true"])
+
     def test_an_inference_address_without_its_scheme(self, tmp_path: Path) -> None:
         """An address must say http:// or https://, and the list item is named."""
         text = BASE.replace("[local]", '[inference]\nbase_urls = ["http://a/v1", "b:8000/v1"]')
@@ -341,6 +364,15 @@ class TestMistakes:
         assert problems(path, "--trainer.world_size=3") == {
             "trainer.world_size": "a batch of 32 cannot be shared equally by 3 ranks"
         }
+
+    def test_a_run_that_restarts_by_itself_must_be_found_again(self, path: Path) -> None:
+        """A trainer that may have it set back knows one address."""
+        allowed = "--trainer.allow_rewind=true"
+        assert (
+            "name a port other than 0"
+            in problems(path, allowed, "--trainer.bind=tcp://127.0.0.1:0")["trainer.bind"]
+        )
+        assert load_config(path, [allowed, "--trainer.bind=tcp://127.0.0.1:5600"]).trainer.allow_rewind
 
     @pytest.mark.parametrize(
         ("overrides", "where", "remedy"),

@@ -208,6 +208,16 @@ BASE = '[local]\n[batch]\nsize = 32\n[[train.env]]\nname = "a"\nid = "reverse"\n
         ("[local]", '[local]\n[inference]\ninitial_weights = "trainer"', "inference.initial_weights: the reference trainer"),
         (
             "[local]",
+            '[inference]\nbase_urls = ["http://h/v1"]\nweight_update = "trainer"\ninitial_weights = "/w"',
+            'inference.initial_weights: with weight_update = "trainer" nothing is loaded from a folder',
+        ),
+        (
+            "[local]",
+            '[inference]\nbase_urls = ["http://h/v1"]\nweight_update = "trainer"\n[trainer]\nversions_dir = "v"',
+            'trainer.versions_dir: with weight_update = "trainer" versions are sent by the trainer',
+        ),
+        (
+            "[local]",
             '[inference]\nbase_urls = ["http://h/v1"]\ninitial_weights = "/w"',
             'inference.initial_weights: weight_update = "none" loads no weights',
         ),
@@ -247,4 +257,35 @@ def test_options_of_a_wrong_shape_are_told_by_check(
     path = tmp_path / "config.toml"
     path.write_text(BASE, encoding="utf-8")
     assert main(["check", str(path), "--mix.options", options]) == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("table", "words"),
+    [
+        ('strategy = "frontieer"', 'env "a": no curriculum is named "frontieer"'),
+        ('strategy = "frontieer"', 'did you mean "frontier"?'),
+        ('strategy = "difficulty"\noptions = { easy = 0.5 }', "easy, medium and hard sum to 1.45"),
+        (
+            'strategy = "difficulty"\noptions = { hard_below = 0.9, easy_above = 0.1 }',
+            "must rise in this order",
+        ),
+        ('strategy = "difficulty"\noptions = { esay = 0.5 }', 'did you mean "easy"?'),
+        ("options = { easy = 0.5 }", 'curriculum "uniform" has no options'),
+        ('strategy = "frontier"\noptions = { tasks = 3 }', "curriculum.options.tasks: is not an option"),
+        ("reward_range = [1, 0]", "curriculum.reward_range: 1.0 is not below 0.0"),
+        ("reward_range = [1]", "curriculum.reward_range: list should have at least 2 items"),
+        ("explore = 0", "curriculum.explore: input should be greater than 0"),
+        ('strategy = "no_such_module:Mine"', "cannot be loaded"),
+        ("stratgy = 1", 'curriculum.stratgy: unknown key; did you mean "strategy"?'),
+    ],
+)
+@pytest.mark.parametrize("where", ["[curriculum]", "[train.env.curriculum]"])
+def test_a_curriculum_that_cannot_be_is_told_by_check(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], where: str, table: str, words: str
+) -> None:
+    """For all envs, and in the table of one."""
+    path = tmp_path / "config.toml"
+    path.write_text(f"{BASE}{where}\n{table}\n", encoding="utf-8")
+    assert main(["check", str(path)]) == 2
     assert words in capsys.readouterr().err

@@ -125,6 +125,42 @@ def test_an_address_that_does_not_say_how_it_is_reached(path: Path, text: str, w
 
 
 @pytest.mark.parametrize(
+    "address",
+    ["tcp://*:7000", "tcp://foo/bar:70", "tcp://127.0.0.1:99999", "tcp://[zz]:7", "ipc:///" + "a" * 107],
+)
+def test_a_server_that_nobody_could_connect_to(path: Path, address: str) -> None:
+    """Refused before anything is started."""
+    path.write_text(f'{BASE}[[eval.env]]\nid = "reverse"\naddresses = ["{address}"]\ninsecure = true\n')
+    (line,) = refusal(path)
+    assert line.startswith(f'eval.env[0].addresses: "{address}"')
+
+
+@pytest.mark.parametrize("url", ["http://h:99999/v1", "http://[zz]:1/v1", "http://*:1/v1"])
+def test_an_inference_server_that_nobody_could_connect_to(path: Path, url: str) -> None:
+    """Refused before anything is started."""
+    path.write_text(BASE.replace("[local]", f'[inference]\nbase_urls = ["{url}"]'))
+    (line,) = refusal(path)
+    assert line.startswith(f'inference.base_urls[0]: "{url}"')
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ('launcher = "rya"', "eval.env[0].launcher: input should be 'process' or 'ray'"),
+        ('launcher = "ray"\nresources = {CPU = "two"}', "eval.env[0].resources.CPU: input should be a valid number"),
+        ('launcher = "ray"\nresources = {CPU = -1}', "eval.env[0].resources.CPU: input should be greater than or equal to 0"),
+        ('launcher = "ray"\naddresses = ["ipc:///x"]', "eval.env[0].launcher: servers at addresses run already"),
+        ("resources = {CPU = 2}", 'eval.env[0].resources: only launcher = "ray" reserves them'),
+    ],
+)  # fmt: skip
+def test_a_launcher_that_cannot_be_meant(path: Path, fields: str, words: str) -> None:
+    """Unknown ones, resources that are no numbers or nobody reserves, and servers that run already."""
+    path.write_text(f'{BASE}[[eval.env]]\nid = "reverse"\n{fields}\n')
+    (line,) = refusal(path)
+    assert words in line
+
+
+@pytest.mark.parametrize(
     "url", ["http://10.0.0.7:8000", "http://10.0.0.7:8000/", "https://inference.example"]
 )
 def test_an_inference_server_without_its_path(path: Path, url: str) -> None:

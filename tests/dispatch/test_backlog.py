@@ -46,24 +46,33 @@ def test_a_group_is_admitted_beside_the_whole_groups_that_minimums_will_need() -
 
 def test_the_next_batch_takes_what_could_not_be_trained_after_it() -> None:
     """Version 0 has one batch left: all of it is taken, and the newer work waits."""
-    plan = plan_next({("a", 0): 2, ("b", 2): 6}, {}, LEFT.__getitem__, batch=4, minimums={})
+    plan = plan_next({("a", 0): 2, ("b", 2): 6}, {}, LEFT.__getitem__, batch=4, minimums={}, due={})
     assert plan.least == {"a": 2, "b": 0}
     assert plan.held_by is None
     assert plan.fits({("a", 0): 2, ("b", 2): 2})
     assert not plan.fits({("b", 2): 4})
 
 
+def test_where_any_env_would_do_each_gives_what_it_is_due() -> None:
+    """Four of eight must go, and no env gives more than its due while another has not given it."""
+    queued = {("a", 1): 4, ("b", 1): 4}
+    plan = plan_next(queued, {}, LEFT.__getitem__, batch=4, minimums={}, due={"a": 1, "b": 3})
+    assert plan.least == {"a": 1, "b": 3}
+    short = plan_next(queued, {}, LEFT.__getitem__, batch=4, minimums={}, due={"a": 0, "b": 3})
+    assert sum(short.least.values()) == 4, "what is due is a preference, what must be is taken"
+
+
 def test_the_next_batch_waits_for_work_in_flight_that_it_would_leave_behind() -> None:
     """The group of a has no other batch left."""
-    plan = plan_next({("b", 2): 6}, {("a", 0): 2}, LEFT.__getitem__, batch=4, minimums={})
+    plan = plan_next({("b", 2): 6}, {("a", 0): 2}, LEFT.__getitem__, batch=4, minimums={}, due={})
     assert plan.held_by == ("a", 0)
-    later = plan_next({("b", 2): 6}, {("a", 1): 2}, LEFT.__getitem__, batch=4, minimums={})
+    later = plan_next({("b", 2): 6}, {("a", 1): 2}, LEFT.__getitem__, batch=4, minimums={}, due={})
     assert later.held_by is None
 
 
 def test_nothing_is_forced_where_not_all_can_be_trained() -> None:
     """More than a batch of a version that has one left: the batch is then made as if there were no hurry."""
-    plan = plan_next({("a", 0): 3, ("b", 0): 3}, {}, LEFT.__getitem__, batch=4, minimums={})
+    plan = plan_next({("a", 0): 3, ("b", 0): 3}, {}, LEFT.__getitem__, batch=4, minimums={}, due={})
     assert plan.least == {"a": 0, "b": 0}
     assert plan.held_by is None
 
@@ -113,7 +122,7 @@ def test_what_fits_still_fits_after_a_batch_that_was_not_held_back(
     both = {key: queued.get(key, 0) + coming.get(key, 0) for key in queued.keys() | coming.keys()}
     if not backlog(both, **minimums).holds:
         return
-    plan = plan_next(queued, coming, LEFT.__getitem__, batch=4, minimums=minimums)
+    plan = plan_next(queued, coming, LEFT.__getitem__, batch=4, minimums=minimums, due={})
     if plan.held_by is not None:
         assert coming
         return

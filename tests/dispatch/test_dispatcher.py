@@ -6,8 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from envs.errors import FailureKind
+from orchestrator.dispatch.charges import MOST_FREE, next_attempt
 from orchestrator.dispatch.ledger import Lane, Outcome
 from orchestrator.dispatch.waits import WaitKind
+from orchestrator.dispatch.work import Attempt, PendingGroup
 from orchestrator.simulate.neighbours import Behaviour
 from orchestrator.tasks.evaluations import EvalPlan
 from tests.support.scenarios import explain
@@ -217,7 +220,7 @@ def test_room_on_a_server_is_taken_when_a_start_is_decided() -> None:
     """Never more is sent to a server than it takes, however much could be planned at once."""
     world = quiet(max_inflight=512, capacity=6, servers=2, max_versions=99)
     world.turn()
-    assert [server.used for server in world.envs["a"]._servers] == [6, 6]
+    assert [server.inflight for server in world.envs["a"]._servers] == [6, 6]
     assert world.ledger.total_inflight == 12
 
 
@@ -285,7 +288,48 @@ def test_rollouts_on_a_lost_endpoint_are_asked_again_elsewhere() -> None:
     for attempt in [attempt for attempt in world.starts[4:] if attempt.group is not group]:
         world.finish(attempt)
     world.turn()
-    assert any(attempt.group is group and attempt.number == 2 for attempt in world.starts)
+    assert any(attempt.group is group and attempt.free == 1 for attempt in world.starts)
+
+
+@pytest.mark.parametrize("kind", ["server_stopping", "not_accepted", "endpoint_lost", FailureKind.CONNECTION])
+def test_a_rollout_is_not_charged_for_whoever_goes_away_under_it(kind: str) -> None:
+    """A rolling update of servers or engines uses up nobody's attempts; but nothing is free for ever."""
+    world = quiet(max_inflight=4, max_attempts=1)
+    world.turn()
+    attempt = world.starts[0]
+    for earlier in range(MOST_FREE):
+        world.fail(attempt, kind, retryable=True)
+        world.now += 100.0
+        for other in [one for one in world.starts if not one.ended and one.group is not attempt.group]:
+            world.finish(other)
+        world.turn()
+        attempt = next(one for one in world.starts if one.group is attempt.group and one.free == earlier + 1)
+        assert attempt.number == 1
+    world.fail(attempt, kind, retryable=True)
+    world.turn()
+    assert attempt.group.closed, "what never stays anywhere is charged in the end"
+    assert ("a", attempt.group.task.position, f"given_up:{kind}") in world.journal.tasks
+
+
+def test_free_retries_survive_a_dead_server_and_a_charged_failure() -> None:
+    """They are counted over the whole life of a rollout: changing the way of failing makes none of it endless."""
+    first = Attempt(group=quiet_group(), count=1)
+    again = next_attempt(first, "server_stopping", max_attempts=2)
+    assert again is not None
+    assert (again.number, again.free) == (1, 1)
+    charged = next_attempt(again, "http", max_attempts=2)
+    assert charged is not None
+    assert (charged.number, charged.free) == (2, 1)
+    assert next_attempt(charged, "http", max_attempts=2) is None
+    free = next_attempt(charged, "connection", max_attempts=2)
+    assert free is not None
+    assert (free.number, free.free) == (2, 2)
+
+
+def quiet_group() -> PendingGroup:
+    world = quiet()
+    world.turn()
+    return world.starts[0].group
 
 
 def test_evaluations_go_ahead_of_training_without_stopping_it() -> None:

@@ -22,7 +22,7 @@ def room(pace: Pace, queued: Mapping[str, int] | None = None, **minimums: int) -
 def held_back_by(
     pace: Pace, queued: Mapping[tuple[str, int], int], available: set[str]
 ) -> tuple[str, int] | None:
-    plan = pace.plan_next(queued, available, {})
+    plan = pace.plan_next(queued, available, {}, {})
     return plan.held_by if plan is not None else None
 
 

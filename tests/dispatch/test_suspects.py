@@ -2,7 +2,6 @@
 
 import pytest
 
-from orchestrator.dispatch.ledger import Lane
 from orchestrator.dispatch.suspects import SHARE, Suspects
 from orchestrator.dispatch.work import Attempt
 from orchestrator.simulate.neighbours import Behaviour
@@ -77,7 +76,7 @@ def test_a_server_that_dies_by_accident_charges_nobody() -> None:
     world.turn()
     again = [attempt for attempt in world.starts[60:] if attempt.suspect]
     assert len(again) == 60 // SHARE
-    while world.parts.dispatcher._suspects[Lane.TRAIN, "a"].waiting:
+    while world.parts.dispatcher._waiting.suspected():
         for attempt in [attempt for attempt in world.starts if not attempt.ended]:
             world.finish(attempt, [1.0])
         world.turn()

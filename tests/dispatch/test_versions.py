@@ -74,3 +74,32 @@ def test_an_older_version_is_refused() -> None:
     versions.publish(10)
     with pytest.raises(ValueError, match="version 10 is not newer than 10"):
         versions.publish(10)
+
+
+def test_a_trainer_that_leaves_steps_out_is_known() -> None:
+    """One step without a version may be a publication that is late; two are none."""
+    versions = Versions(max_versions=2)
+    for step in range(1, 6):
+        versions.publish(step)
+        versions.formed = versions.trained = step
+        assert versions.every_step
+    versions.formed = versions.trained = 6
+    assert versions.every_step
+    versions.formed = versions.trained = 7
+    assert not versions.every_step
+    later = Versions(max_versions=2)
+    later.load_state_dict(versions.state_dict(), formed=7, trained=7)
+    assert not later.every_step
+    for version, step in enumerate(range(8, 12), start=6):
+        later.publish(version)
+        later.formed = later.trained = step
+    assert later.every_step
+
+
+def test_a_state_that_does_not_say_when_versions_were_published_counts_as_one_with_every_step() -> None:
+    """It was written by an earlier release."""
+    versions = Versions(max_versions=2)
+    versions.load_state_dict({"published": [7, 8, 9], "serving": 9}, formed=9, trained=9)
+    assert versions.every_step
+    versions.withdraw(9)
+    assert versions.published == 9, "it is served"

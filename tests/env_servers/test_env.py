@@ -3,7 +3,7 @@
 import asyncio
 import os
 import stat
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,8 @@ import zmq
 from envs import wire
 from envs.addresses import is_loopback
 from orchestrator.env_servers.env import Env, EvalEnv, TrainEnv, TrainEnvs, side_by_side
-from orchestrator.env_servers.launching import PrivateDirectory, ServerLauncher
+from orchestrator.env_servers.launching import ServerLauncher
+from orchestrator.env_servers.private_directory import PrivateDirectory
 from orchestrator.env_servers.requests import RolloutRequest
 from orchestrator.env_servers.supervision import RestartBudget
 from orchestrator.errors import EnvError, EnvLostError, EnvProtocolError, EnvStartupError
@@ -40,7 +41,7 @@ def test_no_restarts_means_none() -> None:
 
 
 @pytest.fixture
-def launcher() -> Iterator[Callable[..., ServerLauncher]]:
+async def launcher() -> AsyncIterator[Callable[..., ServerLauncher]]:
     made: list[ServerLauncher] = []
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
 
@@ -50,7 +51,7 @@ def launcher() -> Iterator[Callable[..., ServerLauncher]]:
 
     yield make
     for one in made:
-        one.close()
+        await one.aclose()
     context.term()
 
 
@@ -122,7 +123,7 @@ def test_a_private_directory_is_private_and_swept_only_when_its_owner_is_gone(
 ) -> None:
     """What a killed orchestrator left behind is removed by the next one; what a living one uses is not."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr("orchestrator.env_servers.launching._TEMP_PATH_BYTES", 10_000)
+    monkeypatch.setattr("orchestrator.env_servers.private_directory._TEMP_PATH_BYTES", 10_000)
     living = PrivateDirectory()
     assert stat.S_IMODE(living.path.stat().st_mode) == 0o700
     left = tmp_path / "envs-left"

@@ -444,7 +444,7 @@ async def test_a_stall_of_our_own_does_not_look_like_silence() -> None:
     """Silence is counted in ticks: one late tick is one tick."""
     async with connected(ping_interval_s=0.02, silence_timeout_s=0.2) as pair:
         pair.link._timer.cancel()
-        pair.link._heard = True
+        pair.link._pulse.heard = True
         for _ in range(3):
             pair.link._tick()
         assert pair.link.state is LinkState.READY
@@ -617,3 +617,30 @@ async def test_a_callback_that_raises_strands_nothing_behind_it() -> None:
             other.send(message)
         await finished.wait()
     assert received == [b"good", b"bad", b"bad", b"last"]
+
+
+async def test_a_server_that_cannot_be_told_which_model_to_ask_for_gets_no_such_request() -> None:
+    """One of an older release would ask for another, and nobody would notice."""
+    async with connected(obliging=False) as pair:
+        await pair.server.hears(wire.Hello)
+        pair.server.say(wire.Welcome(wire.PROTOCOL, "e", 1, "here"))
+        pair.server.say(READY)
+        await pair.listener.hears("ready")
+        pair.submit(request(model="tiny-v3-01234567"))
+        [failure] = await pair.ends.count(1)
+        assert isinstance(failure, wire.Failure)
+        assert (failure.kind, failure.retryable) == ("not_accepted", False)
+        assert 'too old to be told to ask for "tiny-v3-01234567"' in failure.message
+        assert (pair.free, pair.server.of(wire.Request)) == (4, [])
+
+
+async def test_a_request_may_name_the_model_that_is_to_be_asked_for() -> None:
+    """Where versions of the policy are adapters, each has a name of its own."""
+    async with connected(obliging=False) as pair:
+        await pair.server.hears(wire.Hello)
+        pair.server.say(wire.Welcome(wire.PROTOCOL, "e", 1, "here"))
+        pair.server.say(msgspec.structs.replace(READY, models=True))
+        await pair.listener.hears("ready")
+        pair.submit(request(model="tiny-v3-01234567"))
+        [asked] = await pair.server.hears(wire.Request)
+        assert asked.model == "tiny-v3-01234567"

@@ -67,7 +67,7 @@ def test_a_hello_is_welcomed_and_told_what_there_is() -> None:
     desk = Desk()
     desk.hello()
     assert desk.heard() == ["Welcome", "Ready"]
-    assert desk.last() == wire.Ready("reverse", {"train": 10}, False, 4)
+    assert desk.last() == wire.Ready("reverse", {"train": 10}, False, 4, models=True)
     desk.run(1)
     desk.hello()
     assert desk.heard() == ["Welcome", "Ready", "Welcome", "Ready"]

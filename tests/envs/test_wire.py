@@ -3,6 +3,7 @@
 import random
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -599,3 +600,36 @@ def test_the_catalogue_states_the_version_and_the_limits_of_the_code() -> None:
         wire.MAX_HEADER_BYTES,
     ):
         assert re.search(rf"\b{number:,}\b", text), f"{number:,} is not in docs/wire.md"
+
+
+@pytest.mark.parametrize(
+    ("own", "said"),
+    [
+        ({}, {}),
+        ({"reward": 0.5, "stop_reason": "stop", "truncated": False}, {}),
+        ({"temperature": 0.7}, {"temperature": 0.7}),
+        ({"seat": "white"}, {"seats": ["white"]}),
+        ({"reward": 1.0}, {"rewards": [1.0]}),
+        ({"stop_reason": "length"}, {"stop_reasons": ["length"]}),
+        ({"truncated": True}, {"truncations": [True]}),
+    ],
+)
+def test_a_single_sequence_says_what_differs_from_its_rollout(
+    own: dict[str, Any], said: dict[str, Any]
+) -> None:
+    """And nothing else, as several do."""
+    single = rollout(3)
+    single.sequences[0] = replace(single.sequences[0], **own)
+    result = wire.decode_to_client(wire.encode_result(1, [single]))
+    assert isinstance(result, wire.Result)
+    header = result.rollouts[0]
+    expected = {
+        "temperature": None,
+        "seats": [],
+        "rewards": [],
+        "stop_reasons": [],
+        "truncations": [],
+        **said,
+    }
+    assert {name: getattr(header, name) for name in expected} == expected
+    assert (header.lengths, header.temperatures) == ([3], [])

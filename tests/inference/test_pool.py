@@ -10,6 +10,7 @@ import structlog
 from hypothesis import given
 from hypothesis import strategies as st
 
+from orchestrator.discovery import Membership, look_up
 from orchestrator.errors import ConfigError
 from orchestrator.inference import (
     AdaptiveConcurrency,
@@ -437,6 +438,7 @@ async def test_a_list_of_servers_that_cannot_be_meant_is_refused(urls: list[str]
     with pytest.raises(ConfigError, match=r"inference\.base_urls"):
         InferencePool(
             urls,
+            membership=Membership([], of="inference", listed=(), look=look_up),
             model="m",
             update=build_weight_update("none"),
             sampling=None,

@@ -19,7 +19,7 @@ from orchestrator.inference import (
     build_weight_update,
 )
 from tests.support import inference_pool
-from tests.support.inference_engine import ScriptedEngine, folder_of_weights
+from tests.support.inference_engine import ScriptedEngine, folder_of_weights, safetensors
 from tests.support.inference_pool import rounds, running, watched
 
 seen: list[UpdateRequest] = []
@@ -68,15 +68,27 @@ async def test_vllm_freezes_reloads_labels_and_goes_on_in_this_order(tmp_path: P
         assert (pool.version, pool.endpoints[0].version) == (1, 1)
 
 
-async def test_sglang_retracts_loads_with_a_flushed_cache_and_goes_on(tmp_path: Path) -> None:
-    """The same in SGLang's words."""
+async def test_a_version_of_another_model_is_refused_and_the_last_one_stays(tmp_path: Path) -> None:
+    """Engines may take one whose tensors have other names or shapes, and sample from something that nobody has trained."""
+    first, other = folder_of_weights(tmp_path, "first"), folder_of_weights(tmp_path, "other")
+    (other / "model.safetensors").write_bytes(safetensors(32))
+    async with ScriptedEngine() as engine, build_pool(engine) as pool:
+        await pool.wait_ready(10)
+        await pool.update_weights(1, str(first))
+        with pytest.raises(WeightUpdateError, match=r"version 2: .*other is of another model: its \"w\" is"):
+            await pool.check_version(2, str(other))
+        assert (engine.weights, pool.version) == (str(first), 1)
+
+
+async def test_sglang_aborts_loads_with_a_flushed_cache_and_goes_on(tmp_path: Path) -> None:
+    """The same in SGLang's words; its cache can be flushed only when it has no request, waiting ones included."""
     weights = folder_of_weights(tmp_path)
     async with ScriptedEngine() as engine, build_pool(engine, update="sglang") as pool:
         await pool.wait_ready(10)
         engine.calls.clear()
         await pool.update_weights(1, str(weights))
         assert administrative(engine) == [
-            "POST /pause_generation retract",
+            "POST /pause_generation abort",
             "POST /update_weights_from_disk",
             "POST /continue_generation",
         ]
@@ -90,7 +102,7 @@ async def test_an_sglang_that_refuses_weights_is_resumed_and_taken_out(tmp_path:
         await pool.wait_ready(10)
         with pytest.raises(WeightUpdateError, match="shapes differ"):
             await pool.update_weights(1, str(weights))
-        assert (engine.aborted, engine.paused) == (1, False)
+        assert (engine.aborted, engine.paused) == (2, False)
         assert not pool.ready
 
 
@@ -214,19 +226,25 @@ async def test_stragglers_are_not_waited_for_once_the_others_are_done(tmp_path: 
         assert slow.weights == str(weights)
 
 
-async def test_a_stuck_pause_is_undone(tmp_path: Path) -> None:
-    """A pause that was asked for and not confirmed may still come into effect, so it is resumed."""
+async def test_a_stuck_pause_is_undone_and_says_nothing_against_the_weights(tmp_path: Path) -> None:
+    """A pause that was not confirmed may still come into effect, so it is resumed; the engine loads the version later."""
     weights = folder_of_weights(tmp_path)
-    async with ScriptedEngine(stuck={"/pause"}) as engine, build_pool(engine, update_timeout_s=0.2) as pool:
-        await pool.wait_ready(10)
-        update = asyncio.create_task(pool.update_weights(1, str(weights)))
-        # The first pause hangs until its time is up; the clean-up's own is let through.
-        await engine.wait_for(lambda: engine.calls.count("POST /pause") == 2)
-        engine.unstick()
-        with pytest.raises(WeightUpdateError, match=engine.base_url):
-            await update
-        assert engine.calls[-1] == "POST /resume"
-        assert not engine.paused
+    async with ScriptedEngine(stuck={"/pause"}) as engine:
+        # Long enough for the client to round its own limits up to whole seconds, as it does with those of a real run.
+        pool = build_pool(engine, update_timeout_s=5.5)
+        async with running(pool) as until:
+            update = asyncio.create_task(pool.update_weights(1, str(weights)))
+            # The first pause hangs until its time is up; the clean-up's own is let through.
+            await engine.wait_for(lambda: engine.calls.count("POST /pause") == 2)
+            engine.unstick()
+            report = await update
+            assert list(report.failed) == [pool.endpoints[0].name]
+            assert report.updated == ()
+            assert pool.version == 1, "an engine that did not even pause was never asked to load it"
+            await until(lambda: pool.endpoints[0].healthy and pool.endpoints[0].version == 1)
+            assert engine.weights == str(weights)
+            assert not engine.paused
+            assert pool.refusal == ""
 
 
 async def test_versions_published_during_an_update_coalesce_to_the_newest(tmp_path: Path) -> None:
@@ -374,7 +392,7 @@ async def test_a_recipe_that_raises_costs_the_endpoint_and_not_the_run() -> None
 @pytest.mark.parametrize(
     ("spec", "said"),
     [
-        ("vlm", '"vlm" is not one of none, vllm, sglang nor "module:attr"'),
+        ("vlm", '"vlm" is not one of none, vllm, vllm_lora, trainer, sglang nor "module:attr"'),
         ("no_such_module:f", "there is no module no_such_module"),
         ("tests.inference.test_weights:no_such", "no_such"),
         ("tests.inference.test_weights:not_callable", "is of type int"),

@@ -13,8 +13,8 @@ import msgspec
 
 from envs import wire
 from envs.server_spec import ServerSpec
+from orchestrator.env_servers.child_servers import server_command
 from orchestrator.env_servers.env import Answer, Env, EnvSpec, RolloutRequest
-from orchestrator.env_servers.launching import server_command
 from orchestrator.env_servers.processes import ChildProcess
 from tests.support.env_specs import env_spec
 

@@ -209,13 +209,14 @@ class Experiment:
 
     @staticmethod
     def env_servers(command: Command) -> list[int]:
-        """Process ids of the env servers of a command."""
-        found = []
+        """Process ids of the env servers of a command: not those of their keepers, nor of the template that both were forked from."""
+        parents: dict[int, int] = {}
         for pid in command.processes():
             with contextlib.suppress(OSError):
                 if b"envs.server" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                    found.append(pid)
-        return found
+                    stat = Path(f"/proc/{pid}/stat").read_text()
+                    parents[pid] = int(stat.rpartition(")")[2].split()[1])
+        return [pid for pid in parents if pid not in parents.values()]
 
     async def _train(self) -> None:
         weights = str(Policy().save(self.directory / "weights"))

@@ -111,7 +111,9 @@ def draw(seed: int) -> tuple[dict[str, Any], Chaos]:
         chaos.orchestrator = rng.choice([1, 2])
     if rng.random() < 0.3:
         chaos.servers = rng.choice([1, 3])
-    return configuration(envs, **sections), chaos
+    # By a generator of its own, so that every other choice of a seed stays what it was.
+    strategy = random.Random(f"curriculum {seed}").choice(["uniform", "difficulty", "frontier"])
+    return configuration(envs, **sections, curriculum={"strategy": strategy}), chaos
 
 
 async def try_seed(seed: int, directory: Path, bound_s: float) -> str:

@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ class TrainerSpec(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """What a recording trainer does.
 
     `die_at` is a step, before or after whose acknowledgement it kills itself. `trigger` is a file in which `arm` tells
-    it whom else to kill, and when.
+    it whom else to kill, and when. `weights` is a folder that rank 0 publishes as every version.
     """
 
     address: str
@@ -38,6 +38,7 @@ class TrainerSpec(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     think_s: float = 0.0
     die_at: int = 0
     die: str = ""
+    weights: str | None = None
 
 
 def describe(batch: TrainingBatch) -> dict[str, Any]:
@@ -54,10 +55,12 @@ def describe(batch: TrainingBatch) -> dict[str, Any]:
         digest.update(array.tobytes())
     groups: Counter[str] = Counter()
     indices: dict[str, int] = {}
+    marks = []
     ages = []
     for sequence in batch.sequences:
         groups[sequence.group_id] += 1
         indices[sequence.group_id] = int(sequence.tokens[0])
+        marks.append(int(sequence.tokens[1]))
         ages.append(batch.version - sequence.version)
         digest.update(f"{sequence.group_id} {sequence.version} {sequence.version_end}\n".encode())
     return {
@@ -68,6 +71,7 @@ def describe(batch: TrainingBatch) -> dict[str, Any]:
         "batch_size": batch.batch_size,
         "groups": dict(groups),
         "indices": indices,
+        "marks": marks,
         "oldest": max(ages),
         "sha256": digest.hexdigest(),
     }
@@ -139,14 +143,25 @@ def read_records(paths: Iterable[Path]) -> TrainerRecord:
     return record
 
 
+async def _at_once(step: int) -> None:
+    pass
+
+
 async def train_here(
-    address: str, record: TrainerRecord, *, rank: int = 0, world_size: int = 1, think_s: float = 0.0
+    address: str,
+    record: TrainerRecord,
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+    think_s: float = 0.0,
+    before_publishing: Callable[[int], Awaitable[None]] = _at_once,
 ) -> None:
     """A rank in this event loop, until there are no more batches."""
     async with AsyncTrainerClient(address, rank=rank, world_size=world_size) as trainer:
         async for batch in trainer:
             record.note(describe(batch))
             await asyncio.sleep(think_s)
+            await before_publishing(batch.step)
             if rank == 0:
                 await trainer.publish(batch.step)
 
@@ -184,7 +199,7 @@ def main(spec: TrainerSpec) -> None:
             _write(file, describe(batch))
             time.sleep(spec.think_s)
             if spec.rank == 0:
-                trainer.publish(batch.step)
+                trainer.publish(batch.step, spec.weights)
                 _strike(trigger, "published")
             if (batch.step, spec.die) == (spec.die_at, "before_ack"):
                 os.kill(os.getpid(), signal.SIGKILL)

@@ -1,9 +1,11 @@
 """Environments that behave in one particular way each, for tests of servers that host them."""
 
 import asyncio
+import json
 import logging
 import os
 import random
+import resource
 import signal
 import subprocess
 import sys
@@ -328,3 +330,35 @@ def lines(path: Path) -> Iterator[int]:
     """The process ids in a file."""
     if path.exists():
         yield from (int(line) for line in path.read_text().split())
+
+
+class Inside(Quick):
+    """Writes down what it finds in its process while it is loaded."""
+
+    def __init__(self, file: str) -> None:
+        super().__init__()
+        numbers = [number for number in range(1, 32) if number not in (signal.SIGKILL, signal.SIGSTOP)]
+        found = {
+            "environ": dict(os.environ),
+            "path": sys.path,
+            "argv": sys.argv[1:],
+            "main": sys.modules["__main__"].__spec__.name,  # type: ignore[union-attr]
+            "signals": [repr(signal.getsignal(number)) for number in numbers],
+            "blocked": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, [])),
+            "limits": [resource.getrlimit(limit) for limit in range(16)],
+            "files": sorted(
+                str(path.readlink()) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()
+            ),
+            "directory": str(Path.cwd()),
+            "threads": threading.active_count(),
+            "session": os.getsid(0),
+        }
+        Path(file).write_text(json.dumps(found))
+
+
+class Lottery(Quick):
+    """Tells its process and what chance says there, by the global generators."""
+
+    async def rollout(self, task: Task, model: Model) -> Rollout:
+        said = {"pid": os.getpid(), "random": random.random(), "numpy": float(np.random.random())}
+        return fixed_rollout(task["index"], messages=[said])

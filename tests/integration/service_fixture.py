@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 import uuid
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -155,14 +155,16 @@ class Command:
     stderr: Path
 
     @classmethod
-    async def start(cls, *arguments: str | Path, logs: Path, **environ: str) -> Self:
-        """Start it; its output goes to files in `logs`."""
+    async def start(
+        cls, *arguments: str | Path, logs: Path, program: Sequence[str] = (), **environ: str
+    ) -> Self:
+        """Start it; its output goes to files in `logs`. `program`: in place of the one beside this interpreter."""
         mark = uuid.uuid4().hex
         os.makedirs(logs, exist_ok=True)  # noqa: PTH103  a local directory, as quick as what follows
         stdout, stderr = logs / f"{mark}.out", logs / f"{mark}.err"
         with stdout.open("wb") as out, stderr.open("wb") as err:
             process = await asyncio.create_subprocess_exec(
-                Path(sys.executable).with_name("orchestrator"),
+                *(program or [str(Path(sys.executable).with_name("orchestrator"))]),
                 *arguments,
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=out,
@@ -241,8 +243,9 @@ class TrainerProcess:
     spec: TrainerSpec
 
     @classmethod
-    async def start(cls, spec: TrainerSpec) -> Self:
+    async def start(cls, spec: TrainerSpec, *, prefix: Sequence[str] = ()) -> Self:
         process = await asyncio.create_subprocess_exec(
+            *prefix,
             sys.executable,
             "-m",
             "tests.integration.recording_trainer",

@@ -14,6 +14,7 @@ import pytest
 
 from orchestrator.local.policy import Policy
 from orchestrator.local.server import run_policy_server
+from tests.bridges.test_prime_rl_zmq import Ranks, two_free_ports
 from tests.integration.env_servers import until
 from tests.integration.service_fixture import env, make_config, running_service
 from tests.support.snippets import free_port
@@ -77,6 +78,53 @@ async def test_a_whole_run_with_the_files_of_prime_rl(tmp_path: Path, url: str) 
                 broadcast(step)
             assert await running.wait_end() == "max_steps reached"
             assert await process.wait() == 0
+        assert running.service.pool.loaded.version == STEPS
+
+
+async def test_a_whole_run_over_zmq_as_prime_rl_does_it_with_a_bridge_that_is_killed(
+    tmp_path: Path, url: str
+) -> None:
+    """Killed after every step that it has sent: each rank gets every batch once, in order, and both ends end well.
+
+    With max_versions = 0 there is never a second batch that could be half sent when it is killed: a bridge can only say then
+    that a batch may be lost, and waits.
+    """
+    out = tmp_path / "out"
+    config = make_config(
+        tmp_path / "run",
+        url,
+        [env("Dice")],
+        max_steps=STEPS,
+        staleness={"max_versions": 0},
+        inference={
+            "base_urls": [url],
+            "weight_update": "vllm",
+            "check_weights": False,
+            "initial_weights": "trainer",
+        },
+        trainer={"bind": f"ipc://{tmp_path}/s"},
+    )
+
+    def broadcast(step: int) -> None:
+        folder = Policy().save(out / "broadcasts" / f"step_{step}")
+        (folder / "STABLE").touch()
+
+    broadcast(0)
+    port = two_free_ports()
+    async with running_service(config) as running:
+        options = ["--connect", running.address, "--out", str(out), "--seq-len", "64", "--ranks", "2"]
+        options += ["--transport", "zmq", "--port", str(port)]
+        with Ranks(port) as ranks:
+            for step in range(1, STEPS + 1):
+                async with bridge("prime-rl", *options):
+                    await until(lambda step=step: all(len(got) >= step for got in ranks.counted()))  # type: ignore[misc]
+                broadcast(step)
+            async with bridge("prime-rl", *options) as process:
+                assert await running.wait_end() == "max_steps reached"
+                assert await process.wait() == 0
+            assert [len(got) for got in ranks.counted()] == [STEPS, STEPS]
+            for got in ranks.counted():
+                assert len(set(got)) == STEPS
         assert running.service.pool.loaded.version == STEPS
 
 

@@ -97,6 +97,47 @@ async def test_a_strategy_that_fails_in_the_middle_ends_the_run_with_its_line(
     assert "Traceback" not in said
 
 
+CURRICULUM = """
+from orchestrator.curriculum import CurriculumStrategy
+
+
+class Tired(CurriculumStrategy):
+    picks = 0
+
+    def pick(self, chance):
+        self.picks += 1
+        if self.picks > 30:
+            raise RuntimeError("no more picks")
+        return chance.below(self.num_tasks)
+"""
+
+
+@pytest.mark.timeout(180)
+async def test_a_curriculum_that_fails_in_the_middle_ends_the_run_with_its_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Exit code 1 and one sentence; what was learned is there, and another curriculum goes on with it."""
+    (tmp_path / "own_curriculum.py").write_text(CURRICULUM)
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{tmp_path}")
+    command, _ = await run(tmp_path, "quickstart.toml", "--curriculum.strategy=own_curriculum:Tired", code=1)
+    said = command.errors()
+    fault = "failed in pick: RuntimeError: no more picks"
+    assert f'orchestrator: curriculum "own_curriculum:Tired" {fault}' in said
+    assert f"({tmp_path / 'own_curriculum.py'}, line 11)" in said
+    assert "Traceback" not in said
+    command, summary = await run(
+        tmp_path, "quickstart.toml", "--curriculum.strategy=frontier", "--max_steps=3"
+    )
+    notes = [event["note"] for event in command.events("run.changed")]
+    assert len(notes) == 3
+    assert all("its curriculum was own_curriculum:Tired" in note for note in notes)
+    assert summary["envs"]["reverse"]["tasks"]["strategy"] == "frontier"
+    told = await run_command("tasks", tmp_path / "run", "--json", logs=tmp_path / "logs")
+    found = json.loads(told.stdout.read_text())
+    assert {name: env["strategy"] for name, env in found.items()} == dict.fromkeys(found, "frontier")
+    assert sum(env["groups"] for env in found.values()) >= 3 * 128 // 8
+
+
 DOMAINS = """
 seed = 1
 max_steps = 4

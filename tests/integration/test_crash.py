@@ -21,6 +21,7 @@ import msgspec
 import pytest
 
 from envs.server_spec import ServerSpec
+from orchestrator.archive import RolloutReader
 from orchestrator.env_servers.processes import ChildProcess
 from orchestrator.journal import JournalReader, Recovered
 from orchestrator.local.server import run_policy_server
@@ -43,21 +44,24 @@ class World:
     """A run directory, its orchestrator life after life, and the trainers and two env servers beside it."""
 
     def __init__(
-        self, directory: Path, sockets: Path, base_url: str, group_sizes: tuple[int, int, int]
+        self,
+        directory: Path,
+        sockets: Path,
+        base_url: str,
+        group_sizes: tuple[int, int, int],
+        curriculum: str = "uniform",
     ) -> None:
         self.directory = directory
+        self.curriculum = curriculum
+        self.choices: dict[str, dict[int, int]] = {}
+        """Every task that was seen to be chosen for a position; the journal gives up those that are done with."""
         # Unlike ports, nobody else can take these between two lives of the orchestrator.
         self.address = f"ipc://{sockets}/trainer"
         self.elsewhere = {name: f"ipc://{sockets}/{name}" for name in ("chat", "ranked")}
         self.run_dir = directory / "run"
         self.asked = {name: directory / f"{name}.asked" for name in ("chat", "ranked", "flaky")}
         self.mixed_sizes = len(set(group_sizes)) > 1
-        chat, ranked, flaky = group_sizes
-        envs = [
-            env("Chat", group_size=chat, addresses=[self.elsewhere["chat"]]),
-            env("Ranked", group_size=ranked, addresses=[self.elsewhere["ranked"]]),
-            env("Flaky", group_size=flaky, args=self._args("flaky", 0.0)),
-        ]
+        envs = self._envs(*group_sizes)
         self.config = write_config(
             directory / "config.toml",
             settings(
@@ -65,13 +69,27 @@ class World:
                 base_url,
                 envs,
                 seed=SEED,
+                curriculum={"strategy": curriculum},
                 batch={"size": BATCH},
-                dispatch={"max_inflight": 48, "ramp_s": 0.0, "backoff_s": 0.01},
+                # Random rewards of a small group are alike once in a while, and what is filtered out is not in the proof.
+                dispatch={
+                    "max_inflight": 48,
+                    "ramp_s": 0.0,
+                    "backoff_s": 0.01,
+                    "keep_equal_rewards": True,
+                },
                 trainer={"bind": self.address, "world_size": RANKS, "keep_batches": 2},
                 http={"enabled": False},
                 journal={"commit_interval_s": 0.02},
             ),
         )
+
+    def _envs(self, chat: int, ranked: int, flaky: int) -> list[dict[str, Any]]:
+        return [
+            env("Chat", group_size=chat, addresses=[self.elsewhere["chat"]]),
+            env("Ranked", group_size=ranked, addresses=[self.elsewhere["ranked"]]),
+            env("Flaky", group_size=flaky, args=self._args("flaky", 0.0)),
+        ]
 
     def _args(self, name: str, latency_s: float) -> dict[str, Any]:
         return {"asked": str(self.asked[name]), "tasks": TASKS, "latency_s": latency_s}
@@ -121,6 +139,7 @@ class World:
         """Wait until the trainers have been given so many steps."""
         while self.record().last_step < steps:
             assert command.process.returncode is None, f"the orchestrator ended:\n{command.errors()[-3000:]}"
+            self.note_choices()
             await asyncio.sleep(0.01)
 
     def resolved(self) -> dict[str, tuple[int, list[int]]]:
@@ -137,13 +156,41 @@ class World:
                 "a task that was under way at a kill is never asked again"
             )
             assert command.process.returncode is None, command.errors()[-3000:]
-            await asyncio.sleep(0.05)
+            self.note_choices()
+            await asyncio.sleep(0.02)
 
     async def end(self, command: Command) -> None:
         """Let it drain and save."""
         command.send(signal.SIGTERM)
         assert await command.wait() == 128 + signal.SIGTERM, command.errors()[-3000:]
         assert not command.processes()
+
+    def note_choices(self) -> None:
+        """What is recorded as the task of a position stays it, whatever dies in between."""
+        if self.curriculum == "uniform" or not (self.run_dir / "journal" / "journal.sqlite3").exists():
+            return  # an order that anybody can work out is not recorded; or it was killed before it had a journal
+        with JournalReader(self.run_dir) as reader:
+            found = reader.recover().chosen
+        for name, chosen in found.items():
+            for position, index in chosen.items():
+                self._note_choice(name, position, index)
+
+    def note_archived(self) -> None:
+        """The archive says the same, and has most of what came and went between two looks at the journal."""
+        if self.curriculum != "uniform":
+            with RolloutReader(self.run_dir) as reader:
+                for group in reader.groups(texts=False):
+                    self._note_choice(group.env, group.position, group.task)
+
+    def _note_choice(self, name: str, position: int, index: int) -> None:
+        known = self.choices.setdefault(name, {}).setdefault(position, index)
+        assert known == index, f"{name}/{position} is another task now"
+
+    def check_versions(self, record: TrainerRecord) -> None:
+        """Every version is served."""
+        assert all(line["version"] == step - 1 for (step, _), line in record.batches.items()), (
+            "the trainer publishes a version for every step, so step s is trained on version s - 1"
+        )
 
     def prove(self) -> TrainerRecord:
         """Everything that a crash may not change, from the trainers' and the environments' own records."""
@@ -152,10 +199,17 @@ class World:
         with JournalReader(self.run_dir) as reader:
             recovered = reader.recover(world_size=RANKS)
             counters = reader.counters()
+        self.note_choices()
+        self.note_archived()
         assert not recovered.damaged
-        assert all(line["version"] == step - 1 for (step, _), line in record.batches.items()), (
-            "the trainer publishes a version for every step, so step s is trained on version s - 1"
-        )
+        assert self.curriculum != "uniform" or not recovered.chosen, "an order that anybody can work out"
+        for name, learned in recovered.learned.items():
+            # One that came too late (its server was lost on the way) says something, and its task is asked again.
+            late = counters[name].get("late", 0)
+            assert len(learned) == counters[name]["finished"] + late, (
+                "a group is counted in its task's statistics once"
+            )
+        self.check_versions(record)
         places = self._places(record, recovered)
         for name in self.asked:
             groups = [place for place in places if place.startswith(f"{name}/")]
@@ -204,6 +258,7 @@ class World:
             "finished",
             "batched",
             "split",
+            "late",
             "evicted: stale",
             "evicted: surplus",
             "evicted: split_rest",
@@ -215,23 +270,38 @@ class World:
         )
         if name != "flaky":
             assert ended_without == 0
-        expected = task_indices(name, max(resolved) + 1)
+        expected = self._expected(name, max(resolved) + 1)
         missing = set(resolved) - grouped
-        unanswered = {position for position in missing if expected[position] % 5 == 0}
+        # Choices that came and went between two looks at the journal are not known; most are.
+        unknown = {position for position in missing if position not in expected}
+        undone = {position for position in missing - unknown if expected[position] % 5}
         busy = sum(n for what, n in counts.items() if what == "given_up:sandbox_busy")
-        assert len(missing - unanswered) == busy, "a task was given up that could have been done"
+        assert len(undone) <= busy <= len(undone) + len(unknown), (
+            "a task was given up that could have been done"
+        )
         asked = Counter(map(int, self.asked[name].read_text().split()))
-        owed = Counter(expected[position] for position in resolved)
+        owed = Counter(expected[position] for position in resolved if position in expected)
+        assert owed.total() > len(resolved) / 2, "too little is known to prove anything"
         assert all(asked[index] >= times for index, times in owed.items()), "a task was never asked for"
+
+    def _expected(self, name: str, count: int) -> dict[int, int]:
+        """The tasks of an env's first positions: all of them, or those that were seen to be chosen."""
+        if self.curriculum != "uniform":
+            return self.choices.get(name, {})
+        return dict(enumerate(task_indices(name, count)))
 
     def _check_indices(self, record: TrainerRecord) -> None:
         """The tokens that were trained on are of the task that the group's name stands for."""
-        expected = {name: task_indices(name, 50 * TASKS) for name in ("ranked", "flaky")}
+        expected = {name: self._expected(name, 50 * TASKS) for name in ("ranked", "flaky")}
+        compared = 0
         for line in record.batches.values():
             for group, index in line["indices"].items():
                 name, _, position = group.split("/")
-                if name in expected:
-                    assert index == expected[name][int(position.partition("+")[0])], group
+                known = expected.get(name, {}).get(int(position.partition("+")[0]))
+                if known is not None:
+                    compared += 1
+                    assert index == known, group
+        assert compared > 10
 
 
 def position_of(group: str) -> int:
@@ -247,10 +317,12 @@ def task_indices(name: str, count: int) -> list[int]:
 
 
 @asynccontextmanager
-async def world(directory: Path, group_sizes: tuple[int, int, int] = (4, 4, 4)) -> AsyncIterator[World]:
+async def world(
+    directory: Path, group_sizes: tuple[int, int, int] = (4, 4, 4), *, curriculum: str = "uniform"
+) -> AsyncIterator[World]:
     with tempfile.TemporaryDirectory(prefix="crash-") as sockets:
         async with run_policy_server() as base_url:
-            made = World(directory, Path(sockets), base_url, group_sizes)
+            made = World(directory, Path(sockets), base_url, group_sizes, curriculum)
             servers = [made.start_server("Chat", 0.01), made.start_server("Ranked", 0.03)]
             try:
                 yield made
@@ -260,13 +332,14 @@ async def world(directory: Path, group_sizes: tuple[int, int, int] = (4, 4, 4)) 
 
 
 async def kill_at_random(world: World, *, kills: int, seed: int) -> TrainerRecord:
-    """SIGKILL the orchestrator again and again, mostly under load, sometimes while it starts; then prove.
+    """SIGKILL the orchestrator so many times while batches are made, and sometimes while it starts; then prove.
 
     Most kills come from a trainer, in the moment in which it has been given, told or answered something.
     """
     rng = random.Random(seed)
+    killed = 0
     async with world.trainers():
-        for _ in range(kills):
+        while killed < kills:
             step = world.record().last_step
             async with await world.start() as command:
                 way = rng.random()
@@ -274,6 +347,7 @@ async def kill_at_random(world: World, *, kills: int, seed: int) -> TrainerRecor
                     await asyncio.sleep(rng.uniform(0.0, 1.5))
                     command.send(signal.SIGKILL)
                 else:
+                    killed += 1
                     await command.wait_event("run.started")
                     await world.trained(command, step + rng.randrange(0, 6))
                     if way < 0.4:
@@ -284,6 +358,7 @@ async def kill_at_random(world: World, *, kills: int, seed: int) -> TrainerRecor
                         arm(world.trainer(rank).trigger, moment, command.process.pid)
                 assert await command.wait() == -signal.SIGKILL, command.errors()[-3000:]
                 await until(lambda command=command: not command.processes())  # type: ignore[misc]  # binds the loop's value
+                world.note_choices()
         before = world.resolved()
         async with await world.start() as command:
             await world.trained(command, world.record().last_step + 5)
@@ -293,21 +368,34 @@ async def kill_at_random(world: World, *, kills: int, seed: int) -> TrainerRecor
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.parametrize("curriculum", ["uniform", "frontier"])
 async def test_an_orchestrator_killed_at_random_moments_loses_and_repeats_nothing(
-    tmp_path: Path,
+    tmp_path: Path, curriculum: str
 ) -> None:
-    """SIGKILL under load: no step missing or different, no group twice, no task skipped, none lost."""
-    async with world(tmp_path) as one:
+    """SIGKILL under load: no step missing or different, no group twice, no task skipped, none lost, none exchanged."""
+    async with world(tmp_path, curriculum=curriculum) as one:
         record = await kill_at_random(one, kills=8, seed=1)
     assert record.last_step > 8
 
 
+TURNS = [
+    ((4, 3, 2), "difficulty"),
+    ((4, 3, 2), "uniform"),
+    ((4, 4, 4), "frontier"),
+    ((4, 4, 4), "difficulty"),
+    ((4, 4, 4), "uniform"),
+    ((4, 3, 2), "frontier"),
+]
+"""Sizes of groups and curricula; the first has both, for whoever runs a single seed."""
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("seed", range(2, 2 + int(os.environ.get("CRASH_SEEDS", "2"))))
+@pytest.mark.parametrize("seed", range(int(os.environ.get("CRASH_SEEDS", "2"))))
 async def test_an_orchestrator_killed_at_random_moments_many_times_over(tmp_path: Path, seed: int) -> None:
-    """The same with thirty kills a seed, half of the seeds with groups of different sizes; `make crash` has more seeds."""
-    async with world(tmp_path, (4, 4, 4) if seed % 2 else (4, 3, 2)) as one:
+    """The same with thirty kills a seed, by turns with groups of different sizes and with curricula; `make crash` has more seeds."""
+    sizes, curriculum = TURNS[seed % len(TURNS)]
+    async with world(tmp_path, sizes, curriculum=curriculum) as one:
         await kill_at_random(one, kills=30, seed=seed)
 
 
@@ -316,7 +404,8 @@ async def test_an_orchestrator_killed_at_random_moments_many_times_over(tmp_path
 async def test_a_trainer_killed_beside_its_acknowledgement_gets_what_it_needs(
     tmp_path: Path, die: str
 ) -> None:
-    """Killed before: the same bytes again. Killed after: the next step. The other rank notices nothing."""
+    """Killed before, with its version published: the same bytes again. Killed after: the next step. Every version counts once, and the other
+    rank notices nothing."""
     async with (
         world(tmp_path) as one,
         await one.start() as command,
@@ -329,7 +418,11 @@ async def test_a_trainer_killed_beside_its_acknowledgement_gets_what_it_needs(
         async with await TrainerProcess.start(one.trainer(0)):
             await one.trained(command, 8)
             await one.end(command)
+        published = [event["version"] for event in command.events("trainer.version_published")]
+        again = [event["version"] for event in command.events("trainer.version_ignored")]
     record = one.prove()
+    assert published == list(range(1, len(published) + 1))
+    assert again == ([4] if die == "before_ack" else [])
     assert record.served[4, 0] == (2 if die == "before_ack" else 1)
     assert all(times == 1 for key, times in record.served.items() if key != (4, 0))
 

@@ -19,6 +19,7 @@ import structlog.testing
 from envs import wire
 from envs.curve import ClientKeys, generate_pair
 from orchestrator.env_servers.env import Env, EvalEnv, TrainEnv, TrainEnvs
+from orchestrator.env_servers.processes import ChildProcess
 from orchestrator.errors import EnvError, EnvLostError, EnvProtocolError, EnvStartupError
 from tests.integration.env_servers import (
     MODULE,
@@ -156,6 +157,8 @@ async def test_a_rollout_reaches_the_inference_server_with_what_the_handshake_fi
                         request(2, base_url=endpoint.base_url, session="s", cache_salt="v1")
                     )
                 )
+                result(await env.run_rollout(request(3, base_url=endpoint.base_url, model="policy-v3-0")))
+        assert endpoint.requests[1]["model"] == "policy-v3-0", "a version that is an adapter has its own name"
         assert np.array_equal(outcome.tokens, [1, 2, 3, 10, 11])
         assert np.array_equal(outcome.mask, [0, 0, 0, 1, 1])
         assert outcome.rollouts[0].metrics == {"characters": 2.0}
@@ -386,7 +389,7 @@ async def test_a_rollout_that_ignores_cancellation_does_not_keep_its_server(tmp_
         Asked(env).submit(request(0))
         await until(lambda: any(stats is not None and stats.inflight for stats in env.stats().values()))
         slot = env._slots[0]
-        assert slot.process is not None
+        assert isinstance(slot.process, ChildProcess)
         os.kill(slot.process.pid, signal.SIGTERM)
         assert await slot.process.exited == 1
     assert "ignores cancellation" in (tmp_path / "logs" / "uncancellable-0.log").read_text()

@@ -61,7 +61,7 @@ async def test_a_fresh_run_begins_with_the_weights_that_are_named(tmp_path: Path
     later = config_with(tmp_path / "run", servers)
     async with running_service(later) as running:
         assert running.service.pool.loaded.path == folder
-        assert running.service.run.loaded_path == folder
+        assert running.service.run.weights.loaded_path == folder
 
 
 async def test_initial_weights_that_are_not_there_are_a_mistake_in_the_configuration(tmp_path: Path) -> None:
@@ -80,13 +80,13 @@ async def test_a_fresh_run_waits_for_the_trainers_version_0(tmp_path: Path, serv
         run = running.service.run
         assert "waits for the trainer to publish version 0" in running.service.status().waiting_for
         await trainer.publish(0, str(tmp_path / "nowhere"))
-        await until(lambda: "version 0 could not be loaded" in run.refused)
+        await until(lambda: "version 0 could not be loaded" in run.weights.refused)
         assert running.service.pool.awaits_initial
         assert run.parts.ledger.total_inflight == 0
         assert await trainer.publish(0, folder) == Publication(0)
         await until(lambda: len(running.service.pool.ready) == 2)
         assert await labels(servers) == ["0", "0"]
-        await until(lambda: run.loaded_path == folder)
+        await until(lambda: run.weights.loaded_path == folder)
         assert await trainer.next_batch() is not None
         assert "nothing changes" in (await trainer.publish(0, folder)).note
     async with running_service(config) as running:

@@ -53,7 +53,7 @@ async def test_an_answer_says_which_servers_have_the_version(
             assert [endpoint.version for endpoint in running.service.pool.endpoints] == [version] * 2
         with pytest.raises(TrainerLinkError, match="version 2 could not be loaded"):
             await trainer.publish(2, str(tmp_path / "nowhere"), wait_s=WAIT_S)
-        assert running.service.run.newest_version == 1
+        assert running.service.run.weights.newest == 1
         await end.aclose()
         told = await trainer.publish(3, folders[2], wait_s=WAIT_S)
         assert not told.loaded_everywhere
@@ -78,7 +78,7 @@ async def test_a_checkpoint_that_was_cut_short_is_refused_where_it_is_published(
                 TrainerLinkError, match=r"version 1: .*model\.safetensors has \d+ bytes where"
             ):
                 await trainer.publish(1, str(file.parent), wait_s=wait_s)
-        assert running.service.run.newest_version == 0
+        assert running.service.run.weights.newest == 0
         assert [endpoint.version for endpoint in running.service.pool.ready] == [0]
         assert await trainer.next_batch() is not None
 
@@ -91,4 +91,4 @@ async def test_waiting_ends_in_its_time(tmp_path: Path, one: str) -> None:
     async with running_service(config) as running, AsyncTrainerClient(running.address) as trainer:
         told = await trainer.publish(1, folder, wait_s=0.2)
         assert told.engines == {one: "has not loaded it in the time that was to be waited"}
-        assert running.service.run.newest_version == 1
+        assert running.service.run.weights.newest == 1

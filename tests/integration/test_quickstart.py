@@ -2,11 +2,15 @@
 
 import json
 import signal
+import sqlite3
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from orchestrator.curriculum import Outcomes
+from orchestrator.journal.learned import unpack
 from tests.integration.env_servers import ROOT, until
 from tests.integration.service_fixture import Command, run_command
 
@@ -76,13 +80,28 @@ async def test_a_killed_quickstart_leaves_no_process_behind_and_continues(tmp_pa
     assert "trainer.weights_missing" not in (tmp_path / "run" / "logs" / "trainer.log").read_text()
 
 
+def learned_of(run_dir: Path, steps: int) -> dict[str, Outcomes]:
+    """What groups said about their tasks until so many steps were formed."""
+    with sqlite3.connect(run_dir / "journal" / "journal.sqlite3") as connection:
+        # Two batches may be formed at once; the second has nothing of its own then.
+        chosen = "step <= ? AND learned IS NOT NULL"
+        blobs = connection.execute(f"SELECT learned FROM batches WHERE {chosen} ORDER BY step", (steps,))
+        parts = [unpack(blob) for (blob,) in blobs]
+    connection.close()
+    envs = sorted({env for part in parts for env in part})
+    return {env: np.concatenate([part[env] for part in parts if env in part]) for env in envs}
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(180)
 async def test_a_run_is_set_back_to_an_earlier_step_and_trains_on_from_there(tmp_path: Path) -> None:
-    """Its weights are loaded, later steps come anew, and all counts are those of one run of eight steps."""
-    arguments = ("run", QUICKSTART, "--run_dir", tmp_path / "run", "--max_steps", "8")
+    """Its weights are loaded, later steps come anew, and all counts are those of one run of eight steps; what a
+    curriculum learned up to the step is still known, and what it learned later is not."""
+    chosen = ("--curriculum.strategy", "difficulty")
+    arguments = ("run", QUICKSTART, "--run_dir", tmp_path / "run", "--max_steps", "8", *chosen)
     command = await run_command(*arguments, logs=tmp_path / "first")
     assert command.process.returncode == 0, command.errors()[-3000:]
+    learned = learned_of(tmp_path / "run", 5)
     # The trainer of the quickstart keeps four checkpoints.
     command = await run_command(*arguments, "--rewind-to", "1", logs=tmp_path / "refused")
     assert command.process.returncode == 6
@@ -92,6 +111,8 @@ async def test_a_run_is_set_back_to_an_earlier_step_and_trains_on_from_there(tmp
     [rewound] = command.events("run.rewound")
     assert (rewound["last_step"], rewound["step"], rewound["version"], rewound["batches"]) == (8, 5, 5, 3)
     assert [event["step"] for event in command.events("batch.formed")] == [6, 7, 8]
+    assert sum(map(len, learned.values())) >= 5 * 16
+    assert all(map(np.array_equal, learned.values(), learned_of(tmp_path / "run", 5).values()))
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert (summary["steps"], summary["version"], summary["sequences"]) == (8, 8, 8 * 128)
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]

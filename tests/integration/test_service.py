@@ -220,10 +220,17 @@ async def test_evaluations_run_at_the_start_and_at_intervals(
         max_steps=4,
         eval={"interval": 2, "env": [env("Chat", num_examples=3, rollouts_per_example=2)]},
     )
+    file = tmp_path / "run" / "evals.jsonl"
+
+    async def evaluated(step: int) -> None:
+        """Every evaluation that is due before a step is done, so that none is put off by the one before."""
+        while not file.exists() or file.read_text().count("\n") < 1 + (step - 1) // 2:  # noqa: ASYNC110  a file says nothing when it grows
+            await asyncio.sleep(0.02)
+
     async with running_service(config) as running, asyncio.TaskGroup() as group:
-        group.create_task(train_here(running.address, record, think_s=0.2))
+        group.create_task(train_here(running.address, record, before_publishing=evaluated))
         await running.wait_end()
-    written = [json.loads(line) for line in (tmp_path / "run" / "evals.jsonl").read_text().splitlines()]
+    written = [json.loads(line) for line in file.read_text().splitlines()]
     assert [result["step"] for result in written] == [0, 2, 4]
     assert all((result["tasks"], result["k"], result["rollouts"]) == (3, 2, 6) for result in written)
     assert all(0 <= result["avg@2"] <= 1 for result in written)
@@ -231,6 +238,32 @@ async def test_evaluations_run_at_the_start_and_at_intervals(
         journaled = reader.evals()
     assert [{key: row[key] for key in written[0]} for row in journaled] == written
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["evals"] == written
+
+
+async def test_the_last_evaluation_is_of_the_last_version_also_of_a_trainer_that_asks_ahead(
+    tmp_path: Path, policy: str
+) -> None:
+    """Publishing the version before the last, with the last batch in hand already, does not say that the last one is trained on."""
+    config = make_config(
+        tmp_path / "run",
+        policy,
+        [env("Dice")],
+        max_steps=3,
+        eval={"interval": 3, "env": [env("Chat", num_examples=2)]},
+    )
+    async with running_service(config) as running:
+        book = running.service.run.parts.versions
+        async with AsyncTrainerClient(running.address, auto_ack=False) as trainer:
+            assert (await anext(trainer)).step == 1
+            for step in (1, 2, 3):
+                if step < 3:
+                    assert (await anext(trainer)).step == step + 1
+                await trainer.publish(step)
+                assert book.trained == step
+                await trainer.ack(step)
+        await running.wait_end()
+    written = [json.loads(line) for line in (tmp_path / "run" / "evals.jsonl").read_text().splitlines()]
+    assert [(result["step"], result["version"]) for result in written] == [(0, 0), (3, 3)]
 
 
 async def test_a_continued_run_still_knows_its_earlier_evaluations(

@@ -4,6 +4,7 @@ import asyncio
 import signal
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -140,6 +141,26 @@ async def test_a_trainer_may_have_several_batches_in_hand_and_acknowledge_by_its
             assert (await anext(trainer)).step == 2
 
 
+@pytest.mark.parametrize(("options", "booked"), [({}, []), ({"step": 1}, [1])])
+async def test_a_version_is_never_of_a_batch_that_was_only_taken(
+    bind: str, options: dict[str, int], booked: list[int]
+) -> None:
+    """A loop that has two batches in hand publishes what came of the first: the second is not trained on. Without a word the
+    version's own number says of which step it is.
+    """
+    trained: list[int] = []
+    async with make_server(bind=bind, world_size=1, on_trained=trained.append) as server:
+        for step in (1, 2):
+            server.offer(make_batch(step))
+        async with AsyncTrainerClient(server.address, auto_ack=False) as trainer:
+            assert [(await anext(trainer)).step for _ in range(2)] == [1, 2]
+            await trainer.publish(1, "ckpt/1", **options)
+            assert trained == booked
+            async with trainer.updating(2, **options):
+                pass
+            assert trained == booked * 2
+
+
 async def test_received_arrays_are_writable_and_the_batch_can_be_had_again_unchanged(bind: str) -> None:
     """Writing into a batch changes nobody else's."""
     async with make_server(bind=bind, world_size=1) as server:
@@ -159,7 +180,7 @@ async def test_both_transports_give_the_same_bytes(tmp_path: Path) -> None:
     """The encoding does not depend on the way."""
     digests = set()
     for address in ("tcp://127.0.0.1:*", f"file://{tmp_path}/link"):
-        async with make_server(bind=address, world_size=2) as server:
+        async with make_server(bind=address, world_size=2, last_step=3) as server:
             server.offer(make_batch(4))
             async with AsyncTrainerClient(server.address, rank=1, world_size=2) as trainer:
                 batch = await trainer.next_batch()
@@ -323,6 +344,50 @@ async def test_a_wrong_world_size_is_refused_with_both_numbers(bind: str) -> Non
                 pytest.fail("joined")
 
 
+async def test_a_trainer_that_restarts_with_another_world_size_loses_nothing(bind: str) -> None:
+    """It is told what to do, and what the ranks before it had not acknowledged is still theirs."""
+    async with make_server(bind=bind, world_size=1) as server:
+        server.offer(make_batch(1))
+        async with AsyncTrainerClient(server.address, auto_ack=False) as trainer:
+            first = await anext(trainer)
+        for rank in (0, 1):
+            with pytest.raises(
+                TrainerLinkError, match=r"start as many ranks, or restart .* trainer.world_size"
+            ):
+                async with AsyncTrainerClient(server.address, rank=rank, world_size=2):
+                    pytest.fail("joined")
+        async with AsyncTrainerClient(server.address) as trainer:
+            again = await anext(trainer)
+        assert (again.step, again.tokens.tolist()) == (first.step, first.tokens.tolist())
+
+
+async def test_a_rank_that_dies_between_publishing_and_acknowledging_gets_the_batch_again(bind: str) -> None:
+    """The version counts once; publishing it again is said to change nothing, and the batch is done with then."""
+    acked: list[int] = []
+    published: list[int] = []
+    async with make_server(
+        bind=bind,
+        world_size=1,
+        on_ack=acked.append,
+        on_publish=lambda version, path: published.append(version),
+    ) as server:
+        server.offer(make_batch(1))
+
+        async def dies() -> None:
+            async with AsyncTrainerClient(server.address) as trainer:
+                assert (await anext(trainer)).step == 1
+                await trainer.publish(1, "ckpt/1")
+                raise RuntimeError("killed")
+
+        with pytest.raises(RuntimeError, match="killed"):
+            await dies()
+        assert (server.leased, acked) == ([1], [])
+        async with AsyncTrainerClient(server.address) as trainer:
+            assert (await anext(trainer)).step == 1
+            assert (await trainer.publish(1, "ckpt/1")).note
+        assert (published, acked) == ([1], [1])
+
+
 async def test_silence_is_an_error_that_names_the_address(tmp_path: Path) -> None:
     """After `timeout_s` without an answer, for both clients and both transports."""
     for address in (f"ipc://{tmp_path}/nobody", f"file://{tmp_path}/nobody"):
@@ -336,6 +401,55 @@ async def test_silence_is_an_error_that_names_the_address(tmp_path: Path) -> Non
 
         with pytest.raises(TrainerLinkError, match="is it running"):
             await asyncio.to_thread(join, address)
+
+
+@pytest.mark.parametrize("prefetch", [True, False])
+async def test_last_words_after_the_end_are_waited_for_no_longer_than_the_service(
+    bind: str, prefetch: bool
+) -> None:
+    """The last batch is acknowledged, the run ends and its service leaves while the trainer still saves its checkpoint."""
+    acked: list[int] = []
+
+    def end(trainer: TrainerClient) -> None:
+        began = time.monotonic()
+        trainer.report(1, {"loss": 0.5})
+        trainer.checkpointed(1)
+        assert trainer.next_batch() is None
+        assert trainer.finished == "max_steps"
+        trainer.done()
+        with pytest.raises(
+            TrainerLinkError, match=r"the run is over \(max_steps\) and its orchestrator has left"
+        ):
+            trainer.publish(2, "ckpt/2")
+        trainer.__exit__(None, None, None)
+        assert time.monotonic() - began < 60, "a service that has left is waited for like one that restarts"
+
+    async with make_server(bind=bind, world_size=1, on_ack=acked.append) as server:
+        server.offer(make_batch(1))
+        trainer = TrainerClient(server.address, auto_ack=False, prefetch=prefetch)
+        await asyncio.to_thread(trainer.__enter__)
+        assert await asyncio.to_thread(trainer.next_batch)
+        await asyncio.to_thread(trainer.ack, 1)
+        server.finish("max_steps")
+        assert await server.wait_told(0.2) == prefetch
+    await asyncio.to_thread(end, trainer)
+
+
+async def test_a_run_that_goes_on_after_its_end_is_waited_for_again(bind: str) -> None:
+    """With more steps the same run is served once more: a rank that was told of the end joins, and waits as ever."""
+    async with make_server(bind=bind, world_size=1, run="r") as first:
+        trainer = AsyncTrainerClient(first.address, ping_s=0.05)
+        await trainer.__aenter__()
+        first.finish("max_steps")
+        assert await trainer.next_batch() is None
+    async with make_server(bind=first.address, world_size=1, run="r") as second:
+        waiting = asyncio.create_task(trainer.next_batch())
+        await until(lambda: any(rank.waiting for rank in second.ranks))
+        second.offer(make_batch(1))
+        batch = await waiting
+        assert batch is not None
+        assert batch.step == 1
+        await trainer.__aexit__(None, None, None)
 
 
 async def test_a_late_rank_gets_what_the_others_have_had(bind: str) -> None:
@@ -382,6 +496,17 @@ async def test_prefetching_asks_ahead_and_changes_nothing_else(bind: str) -> Non
         server.offer(make_batch(2))
         assert (await anext(trainer)).step == 2
         assert acked == [1]
+
+
+async def test_what_was_asked_for_ahead_is_forgotten_when_a_trainer_goes_back(bind: str) -> None:
+    """The next batch is the one behind the step that it names, whatever had been asked for, or had come."""
+    async with make_server(bind=bind, world_size=1, keep=4) as server:
+        for step in (1, 2, 3):
+            server.offer(make_batch(step))
+        async with AsyncTrainerClient(server.address, prefetch=True) as trainer:
+            assert [(await anext(trainer)).step for _ in range(3)] == [1, 2, 3]
+            trainer.resume_after(1)
+            assert [(await anext(trainer)).step for _ in range(2)] == [2, 3]
 
 
 async def test_an_interrupted_wait_for_a_batch_goes_on_with_the_next_call(bind: str) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from orchestrator.curriculum import TaskOutcome
 from orchestrator.journal import JournalReader
 from orchestrator.journal.schema import SCHEMA_VERSION
 from orchestrator.sinks.eval_sink import summarise
@@ -26,10 +27,10 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     async def record() -> None:
         async with open_journal(directory) as journal:
             for group in (*make_batch(1).groups, make_group(5)):
-                journal.record_group(group)
+                journal.record_group(group, TaskOutcome(group.task.index, 0, 0.5, 4, equal=False))
             journal.record_batch(make_batch(1), lambda: None)
             journal.record_ack(1, 0, world_size=1)
-            journal.record_task("math", 2, "filtered")
+            journal.record_task("math", 2, "filtered", TaskOutcome(7, 0, 1.0, 4, equal=True))
             journal.prune("math", 3)
             journal.record_states({"mix": {}})
             plan = EvalPlan("math", "test", num_examples=2, rollouts_per_example=4, interval=10)
@@ -54,7 +55,7 @@ def test_the_docs_have_queries_and_the_methods_for_people_exist() -> None:
     assert len(QUERIES) >= 6
     (named,) = re.findall(r"JournalReader\(run_dir\)` has ((?:[^.]|\n)*?),\nthe last", TEXT)
     methods = re.findall(r"`(\w+)\(\)`", named)
-    assert len(methods) == 8
+    assert len(methods) == 9
     assert all(callable(getattr(JournalReader, method)) for method in methods)
 
 

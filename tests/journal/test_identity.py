@@ -41,6 +41,20 @@ def test_envs_that_come_and_go_and_other_args_are_told_and_not_refused() -> None
     ]
 
 
+def test_another_curriculum_is_told_and_not_refused() -> None:
+    """Open tasks have their record; journals that noted none had the order without one."""
+    frontier = {"strategy": "frontier", "options": {}, "explore": 0.1}
+    uniform = {"strategy": "uniform", "options": {}, "explore": 0.5}
+    for one, other in ((MATH, frontier), (replace(MATH, curriculum=frontier), {**frontier, "explore": 0.2})):
+        before, now = (RunIdentity(7, {"math": env}) for env in (one, replace(MATH, curriculum=other)))
+        assert differences(before, now) == []
+        (told,) = notices(before, now)
+        assert told.startswith('env "math": its curriculum was ')
+        assert "tasks that are open stay" in told
+    before = RunIdentity(7, {"math": MATH})
+    assert notices(before, RunIdentity(7, {"math": replace(MATH, curriculum=uniform)})) == []
+
+
 def test_a_digest_does_not_depend_on_the_order_of_the_arguments() -> None:
     """Two processes that read the same configuration agree."""
     assert digest_of({"a": 1, "b": [2]}) == digest_of({"b": [2], "a": 1}) != digest_of({"a": 1, "b": [3]})

@@ -289,7 +289,7 @@ async def test_a_journal_of_another_schema_and_a_file_that_is_none_are_refused(t
     with sqlite3.connect(path) as connection:
         connection.execute("PRAGMA user_version = 99")
     connection.close()
-    with pytest.raises(JournalError, match="schema 99, this orchestrator has 3"):
+    with pytest.raises(JournalError, match="schema 99, this orchestrator has 4"):
         open_journal(tmp_path)
     for name in (path, path.with_name(path.name + "-wal"), path.with_name(path.name + "-shm")):
         name.unlink(missing_ok=True)

@@ -3,12 +3,12 @@
 import json
 import shutil
 import sqlite3
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 from structlog.testing import capture_logs
 
 from orchestrator.errors import JournalError
@@ -185,7 +185,7 @@ def test_who_only_reads_an_older_journal_is_told_what_to_do(tmp_path: Path) -> N
     database = tmp_path / "journal" / "journal.sqlite3"
     before = database.read_bytes()
     with pytest.raises(
-        JournalError, match="schema 1, this orchestrator reads 3; open it once with `orchestrator run`"
+        JournalError, match="schema 1, this orchestrator reads 4; open it once with `orchestrator run`"
     ):
         JournalReader(tmp_path)
     assert database.read_bytes() == before

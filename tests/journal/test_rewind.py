@@ -13,7 +13,7 @@ import pytest
 from orchestrator.errors import JournalError
 from orchestrator.groups.group import Batch, Group
 from orchestrator.journal import Journal, JournalReader
-from orchestrator.journal.rewinding import rewind
+from orchestrator.journal.rewinding import find_obstacle, rewind
 from tests.support.journal_groups import facts, make_group
 from tests.support.journal_opening import open_journal
 
@@ -148,7 +148,7 @@ async def test_a_process_that_dies_on_the_way_leaves_a_journal_that_opens(
     with monkeypatch.context() as patch:
         patch.setattr("orchestrator.journal.rewinding.reopen", die)
         with pytest.raises(KeyboardInterrupt):
-            rewind(tmp_path, 2, fsync=True, find_flaw=lambda path: "")
+            rewind(tmp_path, 2, fsync=True, find_flaw=lambda version, path: "")
     async with open_journal(tmp_path) as journal:
         assert journal.recover().last_step == 5
     async with open_journal(tmp_path, rewind_to=2) as journal:
@@ -196,7 +196,7 @@ async def test_a_step_whose_weights_are_gone_is_refused_with_those_that_are_ther
     async with open_journal(tmp_path) as journal:
         await train(journal, 5, positions=list(range(15)))
 
-    def find_flaw(path: str) -> str:
+    def find_flaw(version: int, path: str | None) -> str:
         return "" if path in ("ckpt/3", "ckpt/5") else f"there is nothing in {path}"
 
     with pytest.raises(JournalError, match=r"there is nothing in ckpt/2; there are weights of steps 3, 5$"):
@@ -231,3 +231,48 @@ async def test_a_checkpoint_that_was_reported_after_the_step_does_not_count_any_
             True,
             True,
         ]
+
+
+async def test_a_run_that_goes_on_can_be_asked_whether_it_could_be_set_back(tmp_path: Path) -> None:
+    """The answer is what setting it back would say; asking changes nothing."""
+    assert "unable to open" in find_obstacle(tmp_path, 1, find_flaw=lambda version, path: "")
+    async with open_journal(tmp_path) as journal:
+        await train(journal, 4, positions=list(range(12)))
+        await journal.flush()
+        assert find_obstacle(tmp_path, 2, find_flaw=lambda version, path: "") == ""
+        assert "it has the steps 1 to 4" in find_obstacle(tmp_path, 5, find_flaw=lambda version, path: "")
+        gone = find_obstacle(
+            tmp_path, 2, find_flaw=lambda version, path: "it is gone" if path == "ckpt/2" else ""
+        )
+        assert (
+            "its weights (version 2) cannot be gone back to: it is gone; there are weights of steps" in gone
+        )
+        assert journal.recover().last_step == 4
+
+
+async def test_a_version_without_a_path_is_asked_for_before_anything_is_given_up(tmp_path: Path) -> None:
+    """Where later ones were published; the engines of a run that never had another still have it."""
+    asked: list[tuple[int, str | None]] = []
+
+    def find_flaw(version: int, path: str | None) -> str:
+        asked.append((version, path))
+        return "nobody can load it" if path is None else ""
+
+    async with open_journal(tmp_path) as journal:
+        for step in (1, 2):
+            journal.record_group(group := make_group(step))
+            await form(journal, step, [group])
+        journal.record_version(0, 1, None)
+    async with open_journal(tmp_path, rewind_to=1, find_flaw=find_flaw):
+        assert asked == []
+    async with open_journal(tmp_path) as journal:
+        journal.record_group(group := make_group(2))
+        await form(journal, 2, [group])
+        journal.record_version(2, 2, "ckpt/2")
+    with pytest.raises(
+        JournalError, match=r"version 0\) cannot be gone back to: nobody can load it; .* step 2"
+    ):
+        open_journal(tmp_path, rewind_to=1, find_flaw=find_flaw)
+    assert asked[0] == (0, None)
+    with JournalReader(tmp_path) as reader:
+        assert [row.step for row in reader.batches()] == [1, 2]

@@ -10,6 +10,7 @@ import structlog
 from orchestrator.dispatch.ledger import Lane
 from orchestrator.dispatch.waits import WaitKind
 from orchestrator.mix import STRATEGIES
+from orchestrator.run.changes import Changes
 from orchestrator.run.commands import CommandError, parse_command
 from orchestrator.run.control import Reply
 from orchestrator.run.status import build_status
@@ -355,6 +356,77 @@ def test_inference_servers_come_and_go_with_nothing_lost() -> None:
     assert world.play(until=lambda: bool(world.ended)), explain(world)
     assert [one.url for one in world.pool.endpoints] == [second]
     assert world.ledger.totals(Lane.TRAIN)["failed"] == 0
+
+
+# --- what sources say, and a person's word ----------------------------------------------------------------------------
+
+SOURCE = "dns+http://vllm:8000/v1"
+NAMED = "http://10.0.0.7:8000/v1"
+
+
+def urls(world: TestedWorld) -> list[str]:
+    return [one.url for one in world.pool.endpoints if not one.leaving]
+
+
+def test_a_named_inference_server_joins_and_leaves_with_nothing_lost() -> None:
+    """It is no difference from the configuration, because the configuration names its source."""
+    world = two(max_steps=8)
+    first = world.pool.endpoint.url
+    world.run.on_endpoint_found(NAMED, SOURCE, world.now)
+    assert urls(world) == [first, NAMED]
+    assert build_status(world.run, world.now).endpoints[1].source == SOURCE
+    assert world.play(until=lambda: world.steps() >= 3)
+    world.run.on_endpoint_gone(NAMED, world.now)
+    assert urls(world) == [first]
+    assert build_status(world.run, world.now).changes == []
+    assert world.play(until=lambda: bool(world.ended)), explain(world)
+    assert world.ledger.totals(Lane.TRAIN)["failed"] == 0
+
+
+def test_one_that_a_person_has_removed_does_not_join_while_its_source_names_it() -> None:
+    """Added by hand it is back; and once the source has dropped it, whoever gets its address is another one."""
+    world = two()
+    world.run.on_endpoint_found(NAMED, SOURCE, world.now)
+    changed(world.tell({"command": "endpoint", "action": "remove", "url": NAMED}))
+    world.run.on_endpoint_found(NAMED, SOURCE, world.now)
+    assert NAMED not in urls(world)
+    changed(world.tell({"command": "endpoint", "action": "add", "url": NAMED}))
+    assert NAMED in urls(world)
+    assert not world.run.control.changes.added, "it is the source's again"
+    changed(world.tell({"command": "endpoint", "action": "remove", "url": NAMED}))
+    with structlog.testing.capture_logs() as logs:
+        world.run.on_endpoint_gone(NAMED, world.now)
+    assert [entry["what"] for entry in logs if entry["event"] == "control.dropped"] == [
+        f"the removal of the inference server {NAMED}"
+    ]
+    assert world.journal.recover().state["control"]["removed"] == {}
+    world.run.on_endpoint_found(NAMED, SOURCE, world.now)
+    assert NAMED in urls(world)
+
+
+def test_one_that_a_person_has_added_stays_when_its_source_drops_it() -> None:
+    """Until a person removes it."""
+    world = two()
+    changed(world.tell({"command": "endpoint", "action": "add", "url": NAMED}))
+    world.run.on_endpoint_found(NAMED, SOURCE, world.now)
+    world.run.on_endpoint_gone(NAMED, world.now)
+    assert NAMED in urls(world)
+    changed(world.tell({"command": "endpoint", "action": "remove", "url": NAMED}))
+    assert NAMED not in urls(world)
+
+
+def test_removals_of_named_servers_last_over_a_restart() -> None:
+    """The configuration does not list them, but names a source that may."""
+    state = {"removed": {NAMED: {"at": 0.0, "by": "cli"}}, "added": {"http://b/v1": {"at": 0.0, "by": "cli"}}}
+    rest: dict[str, Any] = {"ratios": {}, "max_inflight": 8}
+    kept = Changes.load(state)
+    assert kept.against(endpoints=[], sourced=True, **rest) == []
+    assert list(kept.removed) == [NAMED]
+    assert kept.endpoints([], sourced=True) == ([], ["http://b/v1"])
+    dropped = Changes.load(state)
+    assert dropped.against(endpoints=["http://a/v1"], sourced=False, **rest) == [
+        f"the removal of the inference server {NAMED}"
+    ]
 
 
 # --- what is no command ----------------------------------------------------------------------------------------------

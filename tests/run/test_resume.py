@@ -7,9 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from orchestrator.curriculum import STRATEGIES, CurriculumSettings
 from orchestrator.run.resume import JournaledWeights, resume
 from orchestrator.simulate.neighbours import Behaviour
 from orchestrator.tasks.evaluations import EvalPlan
+from tests.support.scenarios import check_choices
 from tests.support.worlds import NEVER, TestedWorld, make_world, quiet
 
 quick = settings(max_examples=15, deadline=None)
@@ -24,10 +26,9 @@ def mixed(**options: Any) -> TestedWorld:
                 latency=lambda rng: rng.expovariate(0.5), reward=lambda rng: float(rng.random() < 0.3)
             ),
         },
-        train={"b": {"group_size": 3}},
+        **{"train": {"b": {"group_size": 3}}, **options},
         batch_size=12,
         keep_equal_rewards=False,
-        **options,
     )
 
 
@@ -95,6 +96,39 @@ def test_a_process_that_dies_between_publishing_and_acknowledging_knows_that_the
     assert list(world._offered) == [1]
 
 
+@pytest.mark.timeout(300)
+@settings(max_examples=8, deadline=None)
+@given(
+    seed=st.integers(0, 1000),
+    kills=st.lists(st.floats(0.0, 40.0), min_size=1, max_size=4),
+    mode=st.sampled_from(["pace", "drop"]),
+    strategy=st.sampled_from(sorted(STRATEGIES)),
+    num_tasks=st.sampled_from([3, 50]),
+)
+def test_a_run_with_a_curriculum_goes_on_with_the_same_tasks_and_what_it_knew(
+    seed: int, kills: list[float], mode: str, strategy: str, num_tasks: int
+) -> None:
+    """A position stands for one task over all lives, and the statistics are those of everything that came back."""
+    curriculum = {"num_tasks": num_tasks, "curriculum": CurriculumSettings(strategy)}
+    world = mixed(
+        seed=seed, mode=mode, max_steps=12, train={"a": curriculum, "b": {**curriculum, "group_size": 3}}
+    )
+    for time_s in kills:
+        world.at(time_s, world.kill)
+    assert world.play(until=lambda: bool(world.ended))
+    check_positions(world)
+    check_choices(world)
+    world.kill()
+    for env in ("a", "b"):
+        statistics, learned = world.parts.source.statistics(env), world.journal.learned[env]
+        assert statistics.groups.sum() == len(learned)
+        assert statistics.rollouts.sum() == sum(one.rollouts for one in learned)
+        recovered = world.journal.recover()
+        assert all(position >= recovered.resolved[env][0] for position in recovered.chosen[env]), (
+            "what is done with is given up"
+        )
+
+
 def test_versions_and_their_places_go_on() -> None:
     """The servers are brought to what was loaded, and asked for what was published."""
     world = quiet(train_s=NEVER)
@@ -103,7 +137,7 @@ def test_versions_and_their_places_go_on() -> None:
         world.run.on_publish(version, f"step_{version}", 1.0)
     world.run.on_loaded(1, "step_1", 2.0)
     world.kill()
-    assert (world.run.weights_path, world.run.loaded_path) == ("step_2", "step_1")
+    assert (world.run.weights.path, world.run.weights.loaded_path) == ("step_2", "step_1")
     assert world.pool.endpoint.version == 1
     assert world.play(until=lambda: world.run.version == 2)
 

@@ -35,7 +35,7 @@ def test_a_start_asks_for_the_published_version_where_the_servers_have_another()
     """An earlier process published it and did not live to see it loaded."""
     world = quiet()
     world.parts.versions.publish(3)
-    world.run.weights_path = "step_3"
+    world.run.weights.path = "step_3"
     world.run.start(0.0)
     assert world.run.drain() == [LoadWeights(3, "step_3")]
 
@@ -49,11 +49,29 @@ def test_an_acknowledgement_is_recorded_and_says_that_the_step_was_trained_on() 
     assert world.journal.recover().state["version"]["trained"] == 1
 
 
+def test_so_many_batches_are_formed_ahead_as_the_trainer_takes() -> None:
+    """Two by default, so that it never waits; more for one that takes more of them before it trains."""
+    for options, ahead in (({}, 2), ({"ahead": 4}, 4)):
+        world = formed(ahead, max_versions=8, **options)
+        assert not world.parts.sink.wanted
+        world.run.on_ack(1, 5.0)
+        assert world.parts.sink.wanted
+
+
 def test_no_step_is_trained_on_before_it_is_formed() -> None:
     """A trainer that is ahead of us says nothing about batches that do not exist."""
     world = formed(1)
     world.run.on_trained(7, 5.0)
     assert world.parts.versions.trained == 1
+
+
+def test_a_version_that_names_its_step_says_nothing_of_others() -> None:
+    """However it is numbered: version 2 of step 1 does not say that step 2 was trained on, and the journal has its step."""
+    world = formed(3, ahead=3, max_versions=8)
+    world.run.on_publish(2, "weights", 5.0, step=1)
+    assert (world.parts.versions.trained, world.parts.versions.published) == (1, 2)
+    world.run.on_publish(3, "weights", 6.0)
+    assert world.parts.versions.trained == 3
 
 
 def test_a_published_version_is_loaded_and_says_that_its_step_was_trained_on() -> None:
@@ -75,7 +93,7 @@ def test_versions_that_are_not_newer_are_ignored() -> None:
     world.run.on_publish(2, "again", 6.0)
     world.run.on_publish(1, "older", 6.0)
     assert world.run.drain() == []
-    assert world.run.weights_path == "step_2"
+    assert world.run.weights.path == "step_2"
 
 
 def test_a_loaded_version_is_what_new_groups_are_sampled_by() -> None:
@@ -100,11 +118,11 @@ def test_a_refused_version_is_withdrawn() -> None:
     world.run.on_publish(2, "broken", 6.0)
     world.run.on_refused(2, "no such file", 7.0)
     assert world.parts.versions.published == world.run.version == 1
-    assert world.run.weights_path == "step_1"
-    assert world.run.refused == "version 2 could not be loaded: no such file"
+    assert world.run.weights.path == "step_1"
+    assert world.run.weights.refused == "version 2 could not be loaded: no such file"
     world.run.on_publish(3, "step_3", 8.0)
     world.run.on_loaded(3, "step_3", 9.0)
-    assert world.run.refused == ""
+    assert world.run.weights.refused == ""
 
 
 def test_a_draining_run_opens_and_forms_nothing_more() -> None:

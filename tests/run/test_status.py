@@ -4,6 +4,7 @@ import json
 
 import msgspec
 
+from orchestrator.curriculum import CurriculumSettings
 from orchestrator.run.status import build_status, build_summary, diagnose
 from orchestrator.simulate.neighbours import Behaviour
 from orchestrator.tasks.evaluations import EvalPlan
@@ -119,3 +120,24 @@ def test_a_run_that_has_done_nothing_has_a_status() -> None:
     status = build_status(world.run, 0.0)
     assert (status.state, status.step, status.reward) == ("starting", 0, None)
     assert build_summary(world.run, "stopped", 0.0)["steps"] == 0
+
+
+def test_tasks_are_shown_by_solve_rate_and_pool() -> None:
+    """Of an env with a curriculum and of one without; the summary has the same."""
+    curriculum = {"num_tasks": 20, "curriculum": CurriculumSettings("frontier")}
+    world = make_world({"a": Behaviour(), "b": Behaviour()}, train={"a": curriculum}, max_steps=4)
+    assert world.play(until=lambda: bool(world.ended))
+    envs = build_status(world.run, world.now).envs
+    told = envs["a"].tasks
+    assert told is not None
+    assert (told.num_tasks, told.strategy) == (20, "frontier")
+    assert 0 < told.tried == sum(told.solve_rates)
+    assert sum(told.pools.values()) == 20
+    assert len(told.hardest) == len(told.most_tried) == min(8, told.tried)
+    rates = [row["solve_rate"] for row in told.hardest]
+    assert rates == sorted(rates)
+    assert envs["b"].tasks is not None
+    assert (envs["b"].tasks.num_tasks, envs["b"].tasks.pools) == (None, {})
+    summary = build_summary(world.run, "", world.now)
+    assert summary["envs"]["a"]["tasks"]["solve_rates"] == told.solve_rates
+    assert summary["envs"]["a"]["tasks"]["hardest"] == told.hardest

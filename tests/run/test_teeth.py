@@ -7,7 +7,7 @@ import pytest
 
 from orchestrator.buffer import BatchBuffer
 from orchestrator.dispatch.admission import Admission
-from orchestrator.simulate.neighbours import Server, VirtualEnv, _has_room
+from orchestrator.simulate.neighbours import Server, VirtualEnv
 from orchestrator.sinks.train_sink import TrainSink
 from tests.support.scenarios import Env, Scenario, check, play, thrown_away
 
@@ -38,7 +38,7 @@ def fails(scenario: Scenario) -> str:
 
 def no_room_is_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
     def reserve(self: VirtualEnv, count: int) -> Server | None:
-        return next((server for server in self._servers if _has_room(server, count)), None)
+        return next((server for server in self._servers if server.has_room(count)), None)
 
     monkeypatch.setattr(VirtualEnv, "reserve", reserve)
 
@@ -59,7 +59,7 @@ def a_full_queue_stops_every_env(monkeypatch: pytest.MonkeyPatch) -> None:
         if self._closed() is not None or self._pace.engines_behind:
             return []
         crowded = self._crowded()
-        return [[name for name in self._train if self._limit(name, now) is None and crowded(name) is None]]
+        return [[name for name in self._train if self._limit(name, now) is None and crowded[name] is None]]
 
     monkeypatch.setattr(Admission, "eligible", eligible)
 

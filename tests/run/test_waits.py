@@ -86,7 +86,7 @@ def test_evaluations_that_have_their_half_of_the_slots_are_named() -> None:
     plan = EvalPlan(env="e", split="eval", num_examples=30, rollouts_per_example=1, interval=1)
     behaviours = {"a": Behaviour(latency=lambda rng: NEVER), "e": Behaviour(latency=lambda rng: NEVER)}
     world = make_world(behaviours, batch_size=8, max_inflight=64, max_versions=0, evals=[plan])
-    world.pool._max_inflight = 20
+    world.pool.set_max_inflight(20)
     world.turn()
     assert world.ledger.inflight[Lane.EVAL, "e"] == 10
     assert 'have half of them while training goes on (env "e")' in said(world, WaitKind.EVALUATION_SLOT).text
@@ -145,6 +145,19 @@ def test_weights_that_are_not_loaded_yet_are_waited_for() -> None:
     assert said(world, WaitKind.WEIGHTS).text == text
     world.run.on_refused(3, "no such file", 1.0)
     assert "version 3 could not be loaded: no such file" in said(world, WaitKind.WEIGHTS).text
+
+
+def test_a_version_that_the_trainer_sends_itself_is_waited_for_until_it_is_given_up() -> None:
+    """The inference servers stand still meanwhile, in service."""
+    world = started()
+    world.run.on_sending(3, 40.0, 1.0)
+    wait = said(world, WaitKind.WEIGHTS)
+    assert (wait.text, wait.until) == (
+        "the trainer to send version 3; the inference servers stand still meanwhile",
+        40.0,
+    )
+    world.run.on_sending(None, 40.0, 2.0)
+    assert world.wait(WaitKind.WEIGHTS) is None
 
 
 def test_where_nothing_sampled_now_could_be_trained_on_the_weights_are_waited_for() -> None:

@@ -1,5 +1,6 @@
 """From configuration to the parts' own arguments."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from orchestrator.inference import NEUTRAL
 from orchestrator.journal import EnvIdentity, digest_of
 from orchestrator.run.build import build_buffer
 from orchestrator.run.settings import RunSettings
-from orchestrator.service import blueprint, env_blueprint, secrets, track_blueprint
+from orchestrator.service import blueprint, env_blueprint, inference_blueprint, secrets, track_blueprint
 from orchestrator.simulate.neighbours import Behaviour
 from orchestrator.simulate.world import World
 
@@ -107,6 +108,13 @@ def test_env_servers_do_not_get_the_secrets_of_the_service(monkeypatch: pytest.M
     assert secrets.own_secrets(config(http={"token_env": "K"}, inference={"api_key_env": "K"})) == set()
 
 
+@pytest.mark.parametrize(("silence_s", "lease_s"), [(30.0, 15.0), (8.0, 8.0), (0.5, 3.0)])
+def test_a_server_gives_up_on_us_no_later_than_we_on_it(silence_s: float, lease_s: float) -> None:
+    """What it runs would be asked again elsewhere; but a late ping or two must not end its lease."""
+    made = config(train={"env": [{"id": "reverse", "ratio": 1.0, "silence_timeout_s": silence_s}]})
+    assert env_blueprint.build_train_envs(made)["reverse"].spec.lease_s == lease_s
+
+
 def test_a_server_has_room_for_a_whole_group() -> None:
     """Else a group-scored env could never start one."""
     made = config(train={"group_size": 64, "env": [{"id": "agree", "ratio": 1.0, "capacity": 8}]})
@@ -175,6 +183,27 @@ def test_keys_are_read_from_files_and_their_absence_is_named(tmp_path: Path) -> 
         env_blueprint.build_train_envs(lonely)
 
 
+def test_envs_on_ray_share_one_way_to_their_cluster_and_need_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training and evaluation go to the same one, others to none; without Ray that is found before anything is started."""
+    table = {"id": "reverse", "ratio": 1.0, "launcher": "ray", "resources": {"CPU": 0.5, "sandbox": 1}}
+    made = config(
+        train={"env": [table, {"id": "larger", "ratio": 1.0}]},
+        eval={"env": [{"id": "reverse", "launcher": "ray"}]},
+    )
+    train, evals = env_blueprint.build_envs(made)
+    assert train["reverse"].spec.ray is not None
+    assert train["reverse"].spec.ray is evals["eval-reverse"].spec.ray
+    assert train["larger"].spec.ray is None
+    assert train["reverse"].spec.resources == {"CPU": 0.5, "sandbox": 1.0}
+    assert evals["eval-reverse"].spec.resources == {"CPU": 1.0}
+    assert 'train env "reverse" (reverse): 1 server(s) on Ray' in blueprint.describe_start(made)
+    monkeypatch.setattr(env_blueprint, "find_spec", lambda name: None)
+    with pytest.raises(
+        ConfigError, match=r'env "reverse": launcher = "ray" needs Ray, which is not installed'
+    ):
+        blueprint.verify(made)
+
+
 @pytest.fixture
 def connected(monkeypatch: pytest.MonkeyPatch) -> None:
     """Environments count as connected, with 100 tasks each."""
@@ -226,7 +255,7 @@ def test_paced_queues_are_walked_by_age_of_the_policy() -> None:
 
 @pytest.mark.usefixtures("connected")
 def test_the_identity_of_a_run_is_what_decides_its_tasks() -> None:
-    """The seed, and of each env id, split, number of tasks and arguments; a split in the id is told once."""
+    """The seed, and of each env id, split, number of tasks, arguments and curriculum; a split in the id is told once."""
     made = config(
         seed=7,
         train={
@@ -238,7 +267,10 @@ def test_the_identity_of_a_run_is_what_decides_its_tasks() -> None:
     )
     identity = blueprint.build_identity(made, env_blueprint.build_train_envs(made))
     assert identity.seed == 7
-    assert identity.envs["a"] == EnvIdentity("reverse", "hard", 100, digest_of({"length": 3}), {"0": 5})
+    curriculum = {"strategy": "uniform", "options": {}, "explore": 0.05, "reward_range": [0.0, 1.0]}
+    assert identity.envs["a"] == EnvIdentity(
+        "reverse", "hard", 100, digest_of({"length": 3}), {"0": 5}, curriculum
+    )
     assert identity.envs["b"].id == "reverse, agree"
 
 
@@ -314,3 +346,39 @@ def test_a_ratio_counts_within_its_domain() -> None:
     domains = {"e0": 0.5, "e1": 0.25, "e2": 0.25}
     made = config(train={"env": envs}, mix={"domains": domains})
     assert settings_of(made).changeable.targets({"e0": 7.0}) == pytest.approx(domains)
+
+
+@pytest.mark.parametrize(
+    ("inference", "version", "path", "said"),
+    [
+        (
+            {"weight_update": "vllm"},
+            0,
+            None,
+            "started with, and nobody can load that .* name inference.initial_weights",
+        ),
+        ({"weight_update": "vllm"}, 3, None, "published without a path; choose a later step"),
+        ({}, 3, "/nowhere", "is not a folder"),
+        ({"check_weights": False}, 3, "/nowhere", ""),
+        ({"weight_update": "vllm", "initial_weights": "trainer"}, 0, None, ""),
+        ({"weight_update": "vllm_lora"}, 0, None, ""),
+        ({"weight_update": "none"}, 3, None, ""),
+    ],
+)
+def test_why_a_run_cannot_be_set_back_to_a_version(
+    inference: dict[str, Any], version: int, path: str | None, said: str
+) -> None:
+    """Said before anything is given up: what no engine can be brought back to, and what is not there any more."""
+    made = config(local=None, inference={"base_urls": ["http://127.0.0.1:1/v1"], **inference})
+    found = inference_blueprint.flaw_finder(made)(version, path)
+    assert re.search(said, found) if said else not found
+
+
+def test_later_versions_in_the_watched_directory_stand_in_the_way_of_a_rewind(tmp_path: Path) -> None:
+    """They would count again at once, though they come from what is to be given up."""
+    made = config(trainer={"versions_dir": str(tmp_path)})
+    for version in (2, 5):
+        (tmp_path / f"step_{version}").mkdir()
+        (tmp_path / f"step_{version}" / "STABLE").touch()
+    assert "step_5 would count again" in inference_blueprint.flaw_finder(made)(2, None)
+    assert inference_blueprint.flaw_finder(made)(5, None) == ""

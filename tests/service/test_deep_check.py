@@ -158,6 +158,35 @@ async def test_a_server_elsewhere_that_is_not_there_is_told_soon(tmp_path: Path)
     assert address in problem
 
 
+async def test_sources_are_looked_at_and_whoever_they_name_is_tried(tmp_path: Path) -> None:
+    """A file that is not there, a name of nobody, a server that does not answer: each is told with its source."""
+    (tmp_path / "engines.txt").write_text("http://127.0.0.1:9/v1\n")
+    (tmp_path / "nobody.txt").write_text("# nobody\n")
+    (tmp_path / "servers.txt").write_text("tcp://127.0.0.1:9\n")
+    found = await looked(
+        tmp_path,
+        local=None,
+        inference={"base_urls": ["file:engines.txt", "file:gone.txt"]},
+        train={
+            "env": [
+                {
+                    "id": "builtin::reverse",
+                    "addresses": "file:servers.txt",
+                    "ready_timeout_s": 0.2,
+                    "ratio": 1,
+                },
+                {"id": "builtin::larger", "addresses": ["file:nobody.txt"], "ratio": 1},
+            ]
+        },
+    )
+    told = "\n".join(found.problems)
+    assert "inference server http://127.0.0.1:9/v1" in told
+    assert "inference.base_urls: file:gone.txt: " in told
+    assert "not ready in 0.2 s at tcp://127.0.0.1:9" in told
+    assert 'env "builtin::larger": file:nobody.txt names no server' in told
+    assert len(found.problems) == 4
+
+
 async def test_a_run_directory_that_is_a_file_is_told(tmp_path: Path) -> None:
     """Before a run fails to make it."""
     (tmp_path / "taken").write_text("")

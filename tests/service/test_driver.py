@@ -1,6 +1,7 @@
 """The asyncio driver of a run, with a run that does what it is told to and an env that writes down what it gets."""
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from typing import Any, cast
@@ -15,7 +16,7 @@ from orchestrator.dispatch.work import Attempt, PendingGroup
 from orchestrator.env_servers.env import Env
 from orchestrator.env_servers.requests import OnDone, RolloutRequest
 from orchestrator.run.ports import EndRun, EvaluationFinished, LoadWeights, RunInstruction
-from orchestrator.service.driver import Driver
+from orchestrator.service.driver import TOGETHER_S, Driver
 from orchestrator.simulate.world import result_of
 from orchestrator.tasks.task import TrainTask
 from tests.support.waiting import until
@@ -25,6 +26,7 @@ FAILURE = wire.Failure(0, "broken", "it broke", retryable=True)
 
 class Endpoint:
     url = "http://engine/v1"
+    adapter = ""
 
 
 def make_attempt(count: int = 1) -> Attempt:
@@ -151,6 +153,15 @@ async def test_a_start_becomes_a_request_on_the_reserved_server() -> None:
     assert (request.base_url, request.cache_salt) == ("http://engine/v1", "7")
     assert request.session == attempt.group.task.key
     assert world.env.submitted[0][2] == "server-1"
+    assert request.model == ""
+
+
+async def test_where_versions_are_adapters_their_name_is_asked_for() -> None:
+    """The name of the version that the attempt's own inference server has."""
+    world, attempt = World(), make_attempt()
+    attempt.endpoint.adapter = "tiny-v3-01234567"
+    request, _ = world.start(attempt)
+    assert request.model == "tiny-v3-01234567"
 
 
 async def test_a_cancel_reaches_the_request_once() -> None:
@@ -283,3 +294,16 @@ async def test_closing_gives_up_what_is_in_flight() -> None:
     world.driver.close()
     assert world.run.abandoned
     assert world.env.cancelled == [request]
+
+
+async def test_answers_that_come_together_are_looked_at_together() -> None:
+    """Hundreds of them wake the run once in a millisecond, and it looks again after the last one."""
+    async with driven() as (world, _):
+        for _ in range(500):
+            world.driver.wake()
+            await asyncio.sleep(0)
+        looked = len(world.run.advanced)
+        await until(lambda: len(world.run.advanced) > looked)
+        times = world.run.advanced
+        # A timer may come a nanosecond early.
+        assert all(later - earlier > 0.9 * TOGETHER_S for earlier, later in itertools.pairwise(times))

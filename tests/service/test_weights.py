@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -24,6 +25,7 @@ class FakePool:
         self.refuse: dict[int, str] = {}
         self.in_service = True
         self.awaits_initial = False
+        self.refusal = ""
         self.go = asyncio.Event()
         self.go.set()
 
@@ -53,11 +55,11 @@ class FakeRun:
 
     def __init__(self) -> None:
         self.version = 0
-        self.loaded_path: str | None = None
+        self.weights = SimpleNamespace(loaded_path=None, newest=0, refused="")
         self.told: list[tuple[Any, ...]] = []
 
     def on_loaded(self, version: int, path: str | None, now: float) -> None:
-        self.version, self.loaded_path = version, path
+        self.version, self.weights.loaded_path = version, path
         self.told.append(("loaded", version, path))
 
     def on_refused(self, version: int, why: str, now: float) -> None:

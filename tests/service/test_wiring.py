@@ -5,13 +5,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
+
 from orchestrator.groups.group import Batch
 from orchestrator.inference import InferencePool
 from orchestrator.journal import Journal, Recovered
 from orchestrator.run.run import Run
 from orchestrator.service.driver import Driver
 from orchestrator.service.weights import WeightLoader
-from orchestrator.service.wiring import EvaluationFile, Offers, join_shells
+from orchestrator.service.wiring import EvaluationFile, Offers, drop_old_removals, join_shells
 from orchestrator.trainer_link.server import BatchServer
 from tests.support.journal_groups import make_batch
 
@@ -102,7 +104,9 @@ def test_a_run_without_evaluations_has_no_file_of_them(tmp_path: Path) -> None:
 def test_whatever_changes_what_a_run_looks_at_wakes_its_driver() -> None:
     """The inference servers, the room in the journal; and a lost inference server is told."""
     said: list[Any] = []
-    run = SimpleNamespace(on_endpoint_lost="on_endpoint_lost")
+    run = SimpleNamespace(
+        on_endpoint_lost="on_endpoint_lost", on_endpoint_found="found", on_endpoint_gone="gone"
+    )
     driver = SimpleNamespace(
         run=run,
         wake=lambda: said.append("wake"),
@@ -119,4 +123,29 @@ def test_whatever_changes_what_a_run_looks_at_wakes_its_driver() -> None:
     pool.on_change()
     journal.on_room()
     pool.on_lost("engine")
-    assert said == ["look", "wake", ("on_endpoint_lost", "engine")]
+    pool.on_found("http://a/v1", "file:engines.txt")
+    pool.on_gone("http://a/v1")
+    assert said == [
+        "look",
+        "wake",
+        ("on_endpoint_lost", "engine"),
+        ("found", "http://a/v1", "file:engines.txt"),
+        ("gone", "http://a/v1"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("named", "complete", "ended"),
+    [(["http://b/v1"], True, ["http://a/v1"]), (["http://a/v1"], True, []), ([], False, [])],
+    ids=["dropped", "named", "not answered yet"],
+)
+def test_a_removal_ends_when_its_source_dropped_the_server_while_no_process_looked(
+    named: list[str], complete: bool, ended: list[str]
+) -> None:
+    """Whoever has its address by now is another server; a source that has not answered has dropped nobody."""
+    gone: list[str] = []
+    changes = SimpleNamespace(removed={"http://a/v1": None})
+    run = SimpleNamespace(control=SimpleNamespace(changes=changes, gone=gone.append))
+    membership = SimpleNamespace(complete=complete, named_by=lambda url: "file:x" if url in named else "")
+    drop_old_removals(cast("Run", run), cast("InferencePool", SimpleNamespace(membership=membership)))
+    assert gone == ended

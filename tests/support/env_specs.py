@@ -3,7 +3,9 @@
 from pathlib import Path
 from typing import Any
 
+from orchestrator.env_servers.child_servers import ChildServer
 from orchestrator.env_servers.env import Env, EnvSpec, EvalSettings, RestartPolicy, TrainSettings
+from orchestrator.env_servers.templates import Templates
 
 
 def restart_policy(**fields: Any) -> RestartPolicy:
@@ -26,6 +28,10 @@ def env_spec(**fields: Any) -> EnvSpec:
         "module_dirs": (),
         "workers": 1,
         "addresses": (),
+        "sources": (),
+        "ray": None,
+        "templates": Templates(),
+        "resources": {},
         "capacity": 256,
         "seed": 0,
         "ready_timeout_s": 120.0,
@@ -63,7 +69,8 @@ def eval_settings(**fields: Any) -> EvalSettings:
 
 def server_pids(env: Env) -> dict[str, int]:
     """Processes of the servers that an environment spawned, by server name."""
-    return {slot.name: kept_by(slot.process.pid) for slot in env._slots if slot.process is not None}
+    processes = {slot.name: slot.process for slot in env._slots}
+    return {name: kept_by(child.pid) for name, child in processes.items() if isinstance(child, ChildServer)}
 
 
 def kept_by(keeper: int) -> int:

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from orchestrator.inference.weights import UpdateRequest
+from orchestrator.inference.recipe import UpdateRequest
 
 
 async def hang(request: UpdateRequest) -> None:

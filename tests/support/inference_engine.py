@@ -2,7 +2,7 @@
 
 It is scripted from outside: `broken` maps a path to a status, `upcoming` to the statuses of its next calls,
 `answers` to a whole answer; `stuck` holds paths that answer only when `unstick` is called; `refused` holds weights
-that it cannot load; `restart` forgets what a restarted engine forgets. It keeps a list of the calls it got.
+that it cannot load; `lora` lets it load adapters; `restart` forgets what a restarted engine forgets. It keeps a list of the calls it got.
 
 Its next token has the logits `LOGITS`. `logprobs` says which log-probabilities it returns for it: from before
 everything ("raw"), after temperature alone ("temperature") or after cuts too ("processed"); `logprobs_mode`
@@ -29,6 +29,9 @@ class ScriptedEngine:
 
     model: str = "tiny"
     dev_mode: bool = True
+    lora: bool = False
+    root: str | None = None
+    adapters: dict[str, str] = field(default_factory=dict)
     weights: str = "initial"
     label: str = "default"
     paused: bool = False
@@ -91,6 +94,7 @@ class ScriptedEngine:
     def restart(self) -> None:
         """What an engine forgets when its process ends and starts again."""
         self.weights, self.label, self.paused = "initial", "default", False
+        self.adapters.clear()
 
     def unstick(self) -> None:
         self.stuck.clear()
@@ -147,13 +151,37 @@ class ScriptedEngine:
                 "/abort_request": self._abort,
                 "/model_info": self._weight_info,
             }
+        if self.lora:
+            handlers |= {
+                "/v1/load_lora_adapter": self._load_lora,
+                "/v1/unload_lora_adapter": self._unload_lora,
+            }
         return handlers
+
+    async def _load_lora(self, body: dict[str, Any], query: dict[str, str]) -> Any:
+        name, path = body.get("lora_name"), body.get("lora_path")
+        if not name or not path:
+            return web.json_response({"error": {"message": "Both must be provided."}}, status=400)
+        assert name not in self.adapters, "a name is never used twice"
+        assert not body.get("load_inplace")
+        if path in self.refused:
+            message = "LoRA rank 64 is greater than max_lora_rank 16."
+            return web.json_response({"error": {"message": message}}, status=500)
+        self.adapters[name] = path
+        return web.Response(text=f"Success: LoRA adapter '{name}' added successfully.")
+
+    async def _unload_lora(self, body: dict[str, Any], query: dict[str, str]) -> Any:
+        del self.adapters[body["lora_name"]]
+        return web.Response(text="Success")
 
     async def _health(self, body: dict[str, Any], query: dict[str, str]) -> Any:
         return web.Response(text="")
 
     async def _models(self, body: dict[str, Any], query: dict[str, str]) -> Any:
-        return {"object": "list", "data": [{"id": self.model}]}
+        return {
+            "object": "list",
+            "data": [{"id": name, "root": self.root} for name in (self.model, *self.adapters)],
+        }
 
     async def _chat(self, body: dict[str, Any], query: dict[str, str]) -> Any:
         if unknown := sorted(self.unknown_fields.intersection(body)):
@@ -250,4 +278,27 @@ def folder_of_weights(parent: Path, name: str = "weights") -> Path:
     folder = parent / name
     folder.mkdir()
     (folder / "model.safetensors").write_bytes(safetensors())
+    return folder
+
+
+def folder_of_adapter(parent: Path, name: str = "adapter", *, rank: int = 4, r: Any = None) -> Path:
+    """A LoRA adapter of one layer; `r` is what its configuration says, if something else than its rank."""
+    folder = parent / name
+    folder.mkdir()
+    config = {
+        "peft_type": "LORA",
+        "r": rank if r is None else r,
+        "lora_alpha": 8,
+        "target_modules": ["q_proj"],
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    layer = "base_model.model.model.layers.0.self_attn.q_proj"
+    size = 2 * rank
+    header = {
+        f"{layer}.lora_A.weight": {"dtype": "U8", "shape": [rank, 2], "data_offsets": [0, size]},
+        f"{layer}.lora_B.weight": {"dtype": "U8", "shape": [2, rank], "data_offsets": [size, 2 * size]},
+    }
+    encoded = json.dumps(header).encode()
+    content = len(encoded).to_bytes(8, "little") + encoded + bytes(2 * size)
+    (folder / "adapter_model.safetensors").write_bytes(content)
     return folder

@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
+from orchestrator.discovery import Membership, look_up
 from orchestrator.inference import (
     Beginning,
     FixedConcurrency,
@@ -29,6 +30,7 @@ def build_pool(
 ) -> InferencePool:
     """A pool of the engines, or of the URLs, with everything that a test does not name."""
     named: dict[str, Any] = {
+        "membership": Membership([], of="inference", listed=(), look=look_up),
         "model": "tiny",
         "sampling": None,
         "concurrency": FixedConcurrency(limit),

@@ -37,7 +37,31 @@ def write_run(run_dir: Path, steps: int = 12, *, seed: int = 0, ended: bool = Tr
             archive.batch_formed(batch_of(step, math, code))
         archive.scored(pending(101, (0.0, 0.0)), "equal_rewards", 15.0)
     if ended:
-        summary = {"end": "max_steps reached", "steps": steps, "version": steps, "finished_at": "then"}
+        tasks = {
+            "num_tasks": 1000,
+            "tried": 60,
+            "solve_rates": [30, 5, 0, 5, 0, 5, 5, 0, 0, 10],
+            "strategy": "difficulty",
+            "pools": {"unseen": 940, "easy": 10, "medium": 15, "hard": 35, "retired": 0, "open": 0},
+            "hardest": [
+                {
+                    "task": 77,
+                    "groups": 9,
+                    "rollouts": 36,
+                    "reward": 0.01,
+                    "solve_rate": 0.02,
+                    "equal_share": 0.75,
+                    "version": 3,
+                }
+            ],
+        }
+        summary: dict[str, Any] = {
+            "end": "max_steps reached",
+            "steps": steps,
+            "version": steps,
+            "finished_at": "then",
+        }
+        summary["envs"] = {"math": {"tasks": tasks}, "code": {"tasks": {"num_tasks": "nonsense"}}}
         (run_dir / "summary.json").write_text(json.dumps(summary), encoding="utf-8")
     return run_dir
 

@@ -9,6 +9,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from orchestrator.curriculum import STRATEGIES, CurriculumSettings
+from orchestrator.dispatch.ledger import Lane
 from orchestrator.dispatch.ports import Rules
 from orchestrator.groups.scoring import mean
 from orchestrator.run.settings import BatchSettings, Limits, RunSettings, TrainEnvSettings
@@ -35,6 +37,8 @@ class Env:
     max_inflight: int | None = None
     rollouts_per_minute: float | None = None
     hangs: float = 0.0
+    num_tasks: int | None = None
+    curriculum: str = "uniform"
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,7 @@ class Scenario:
     envs: tuple[Env, ...] = (Env(),)
     batch_size: int = 16
     unit: str = "sequences"
+    mix: str = "even"
     quotas: bool = False
     on_starved: str = "redistribute"
     on_stuck: str = "split"
@@ -71,7 +76,8 @@ class Scenario:
             TrainEnvSettings(
                 name=f"e{number}",
                 split="train",
-                num_tasks=None,
+                num_tasks=env.num_tasks,
+                curriculum=CurriculumSettings(env.curriculum),
                 target=env.ratio / total,
                 group_size=env.group_size,
                 limits=Limits(rollout_timeout_s=600.0, group_timeout_s=1800.0, max_attempts=3),
@@ -87,6 +93,7 @@ class Scenario:
             batch=BatchSettings(
                 size=self.batch_size,
                 unit=self.unit,  # type: ignore[arg-type]  # drawn from the allowed values
+                mix=self.mix,  # type: ignore[arg-type]  # same
                 quotas=self.quotas,
                 on_starved=self.on_starved,  # type: ignore[arg-type]  # same
                 on_stuck=self.on_stuck,  # type: ignore[arg-type]  # same
@@ -94,6 +101,7 @@ class Scenario:
                 max_buffered=self.max_buffered,
             ),
             max_versions=self.max_versions,
+            ahead=2,
             mode=self.mode,  # type: ignore[arg-type]  # same
             train=train,
             changeable=changeable(train, max_inflight=self.max_inflight),
@@ -206,11 +214,28 @@ def check(scenario: Scenario, played: Played) -> None:
     for ids in seen.values():
         trained.update(ids)
     assert max(trained.values()) == 1, "a group is trained on once"
+    check_choices(world)
     if scenario.unit == "sequences" and not scenario.kills and not world.run.minimums.times_waived:
         for env, least in world.run.parts.buffer.configured_minimums.items():
             for step, _, batch in world.trained:
                 has = sum(group.size for group in batch.groups if group.env == env)
                 assert has >= least, f"step {step} has {has} of the minimum of {least} of {env}"
+
+
+def check_choices(world: World) -> None:
+    """A position stands for one task, however often it is asked, and whatever has died in between."""
+    tasks: dict[str, int] = {}
+    for attempt in world.starts:
+        if attempt.group.lane is Lane.TRAIN:
+            task = attempt.group.task
+            assert tasks.setdefault(task.key, task.index) == task.index, f"{task.key} is another task now"
+    source = world.run.parts.source
+    for env in world.settings.train:
+        told = len(world.journal.learned.get(env.name, ()))
+        if env.num_tasks is not None:
+            assert int(source.statistics(env.name).groups.sum()) == told, (
+                "the statistics are those of the journal"
+            )
 
 
 def thrown_away(played: Played) -> list[str]:
@@ -279,6 +304,7 @@ def scenarios(draw: st.DrawFn, /, **fixed: Any) -> Scenario:
         "envs": envs,
         "batch_size": batch_size if unit == "sequences" else batch_size * 20,
         "unit": unit,
+        "mix": draw(st.sampled_from(["even", "oldest"])),
         "quotas": quotas,
         "on_starved": draw(st.sampled_from(["redistribute", "wait"])) if quotas else "redistribute",
         "max_buffered": draw(st.sampled_from([1.0, 1.5, 8.0])),
@@ -295,4 +321,9 @@ def scenarios(draw: st.DrawFn, /, **fixed: Any) -> Scenario:
         "endpoint_losses": draw(times) if draw(st.integers(0, 3)) == 0 else (),
         "seed": draw(st.integers(0, 1000)),
     }
-    return Scenario(**(fields | fixed))
+    scenario = Scenario(**(fields | fixed))
+    # Drawn last, so that what is drawn before stays what it was.
+    curricula = st.sampled_from(["uniform", *STRATEGIES])
+    numbers = st.sampled_from([None, 1, 7, 1000])
+    chosen = [replace(env, curriculum=draw(curricula), num_tasks=draw(numbers)) for env in scenario.envs]
+    return replace(scenario, envs=tuple(chosen))

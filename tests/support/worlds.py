@@ -36,6 +36,7 @@ NEVER = 1e12
 
 _BATCH: dict[str, Any] = {
     "unit": "sequences",
+    "mix": "even",
     "quotas": False,
     "on_starved": "redistribute",
     "on_stuck": "split",
@@ -54,6 +55,7 @@ _RUN: dict[str, Any] = {
     "seed": 0,
     "max_steps": None,
     "max_versions": 2,
+    "ahead": 2,
     "mode": "pace",
     "advantage": mean,
     "keep_equal_rewards": True,
@@ -83,6 +85,7 @@ def changeable(train: Sequence[TrainEnvSettings], *, max_inflight: int = 64) -> 
         targets=targets,
         max_inflight=max_inflight,
         endpoints=["http://virtual/v1"],
+        sourced=False,
     )
 
 
@@ -128,7 +131,7 @@ class TestedWorld(World):
         super().turn()
         assert self.ledger.balances()
         assert sum(one.inflight for one in self.pool.endpoints) == self.ledger.total_inflight
-        assert all(server.used >= 0 for env in self.envs.values() for server in env._servers)
+        assert all(server.inflight >= 0 for env in self.envs.values() for server in env._servers)
 
     @property
     def parts(self) -> Parts:

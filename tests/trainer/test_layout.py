@@ -1,5 +1,6 @@
 """Laying sequences out for a model: every token once, and what was recorded of it where the model's output is about it."""
 
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -24,6 +25,8 @@ from orchestrator.trainer_link.encoding import encode_batch
 from tests.support.journal_groups import make_group
 
 LENGTHS = st.lists(st.integers(0, 30), max_size=20)
+TEMPERATURES = [0.5, 1.0, 0.0, float("nan")]
+"""Of the sequences in turn; neither 0 nor one that is not known can be divided by."""
 
 
 def sequences_of(lengths: list[int]) -> list[TrainingSequence]:
@@ -39,7 +42,7 @@ def sequences_of(lengths: list[int]) -> list[TrainingSequence]:
                 1.0,
                 number + 0.5,
                 GroupHeader("g", "math", 1, 1),
-                (1, 1, 0, 0, 0, 1.0, 0, 0),
+                (1, 1, 0, 0, 0, TEMPERATURES[number % 4], 0, 0),
             )
         )
     return found
@@ -97,13 +100,15 @@ def test_what_cannot_be_split_so_is_refused(budget: int, at_least: int) -> None:
         micro_batches(sequences_of([4, 4, 4]), budget, at_least=at_least)
 
 
-def naive_position(sequence: TrainingSequence, at: int) -> tuple[int, bool, float, float]:
-    """What the output at a position is about: target, mask, log-probability, advantage."""
+def naive_position(sequence: TrainingSequence, at: int) -> tuple[int, bool, float, float, float]:
+    """What the output at a position is about: target, mask, log-probability, advantage, temperature."""
     if at + 1 >= len(sequence):
-        return 0, False, 0.0, 0.0
+        return 0, False, 0.0, 0.0, 1.0
     sampled = bool(sequence.mask[at + 1])
     logprob = float(sequence.logprobs[at + 1]) if sampled else 0.0
-    return int(sequence.tokens[at + 1]), sampled, logprob, sequence.advantage if sampled else 0.0
+    temperature = 0.5 if sampled and sequence.temperature == 0.5 else 1.0
+    advantage = sequence.advantage if sampled else 0.0
+    return int(sequence.tokens[at + 1]), sampled, logprob, advantage, temperature
 
 
 @given(LENGTHS, st.integers(1, 8))
@@ -125,7 +130,8 @@ def test_padded_rows_are_what_a_loop_over_positions_gives(lengths: list[int], mu
             )
             assert read == ((int(sequence.tokens[at]), True, at) if inside else (7, False, 0))
             about = tuple(
-                array[row, at].item() for array in (rows.targets, rows.mask, rows.logprobs, rows.advantages)
+                array[row, at].item()
+                for array in (rows.targets, rows.mask, rows.logprobs, rows.advantages, rows.temperatures)
             )
             assert about == naive_position(sequence, at)
 
@@ -152,7 +158,13 @@ def test_packed_rows_are_what_a_loop_over_positions_gives(lengths: list[int], mu
             )
             about = tuple(
                 array[place].item()
-                for array in (packed.targets, packed.mask, packed.logprobs, packed.advantages)
+                for array in (
+                    packed.targets,
+                    packed.mask,
+                    packed.logprobs,
+                    packed.advantages,
+                    packed.temperatures,
+                )
             )
             assert about == naive_position(sequence, at)
             place += 1
@@ -181,11 +193,12 @@ def test_a_model_is_compared_with_what_was_recorded_of_the_same_tokens() -> None
 def test_mismatch_is_the_same_however_it_is_cut(
     positions: list[tuple[float, float, bool]], parts: int
 ) -> None:
-    """Micro-batches one by one give what a loop over all tokens gives."""
+    """Micro-batches one by one, and ranks together, give what a loop over all tokens gives."""
     table = np.asarray(positions, np.float64).reshape(-1, 3)
-    found = LogprobMismatch()
-    for piece in np.array_split(table, parts):
-        found.add(piece[:, 0], piece[:, 1], piece[:, 2])
+    ranks = [LogprobMismatch() for _ in range(3)]
+    for number, piece in enumerate(np.array_split(table, parts)):
+        ranks[number % 3].add(piece[:, 0], piece[:, 1], piece[:, 2])
+    found = LogprobMismatch.of_all(pickle.loads(pickle.dumps(rank)) for rank in ranks)
     differences = [ours - theirs for ours, theirs, counts in positions if counts]
     metrics = found.metrics()
     if not differences:
@@ -216,6 +229,7 @@ def test_numbers_that_are_none_are_counted_and_spoil_nothing() -> None:
     nothing = LogprobMismatch()
     nothing.add([np.nan], [0.0], [1])
     assert nothing.metrics() == {"logprob_not_finite": 1.0}
+    assert LogprobMismatch.of_all([found, nothing]).metrics()["logprob_not_finite"] == 3
 
 
 def test_shapes_that_do_not_fit_are_refused() -> None:

@@ -6,6 +6,7 @@ from orchestrator.errors import TrainerLinkError
 from orchestrator.trainer.protocol import (
     PROTOCOL,
     Ack,
+    Finished,
     Join,
     Next,
     Ok,
@@ -44,6 +45,20 @@ def test_a_request_waits_for_the_welcome() -> None:
     assert session.ask(Next(1, after=0)) == []
     assert hear(session, WELCOME) == ([Next(1, after=0)], None)
     assert session.ask(Ack(2, 1)) == [encode(Ack(2, 1))]
+
+
+def test_the_end_of_a_run_is_known_until_it_is_served_again() -> None:
+    """However it was told, and whatever else the service says before it leaves."""
+    session = make_session()
+    hear(session, WELCOME)
+    for message in (Pong(over="max_steps"), Finished(0, "max_steps")):
+        hear(session, message)
+        hear(session, Pong())
+        hear(session, WELCOME)  # a second answer to one join
+        assert session.over == "max_steps"
+        hear(session, Unknown())
+        hear(session, WELCOME)
+        assert session.over == ""
 
 
 def test_everything_unanswered_is_asked_again_after_a_restart_of_the_service() -> None:
@@ -103,6 +118,25 @@ def test_what_can_only_be_wrong_is_an_error() -> None:
         hear(session, Welcome(PROTOCOL, run="other", world_size=2, after=0, version=0))
     with pytest.raises(TrainerLinkError, match="cannot be understood"):
         session.receive([b"\xc1"])
+
+
+def test_a_join_says_what_the_process_knows_of_rewinds_unless_it_asks_for_one() -> None:
+    """Nothing at first; afterwards what it was told last, but not while it waits for the run to be set back."""
+
+    def known(session: TrainerSession) -> int | None:
+        joined = decode_to_server(session.hello())
+        assert isinstance(joined, Join)
+        return joined.rewinds
+
+    session = make_session()
+    assert known(session) is None
+    hear(session, WELCOME)
+    assert known(session) == 0
+    session.ask(Next(1, after=3, rewind=True))
+    assert known(session) is None
+    hear(session, Welcome(PROTOCOL, run="r", world_size=2, after=0, version=0, rewinds=1))
+    hear(session, Served(1, 4), b"frame")
+    assert known(session) == 1
 
 
 @pytest.mark.parametrize(("rank", "world_size"), [(-1, 1), (1, 1), (0, 0)])

@@ -18,6 +18,8 @@ from orchestrator.trainer.protocol import (
     Publish,
     Report,
     ToTrainer,
+    Updated,
+    Updating,
     Welcome,
     encode,
 )
@@ -93,6 +95,8 @@ def any_frame(rng: random.Random) -> bytes:
         Get(wild, any_number(rng)),
         Ack(wild, any_number(rng)),
         Publish(wild, any_number(rng), rng.choice([None, "p", "x" * 5000]), any_number(rng)),
+        Updating(wild, any_number(rng)),
+        Updated(wild, any_number(rng), any_number(rng), failed=rng.choice(["", "no", "x" * 5000])),
         Report(wild, any_number(rng), {rng.choice(["loss", "x" * 99]): rng.choice([0.5, float("nan")])}),
         Done(wild),
         Ping(),

@@ -12,6 +12,7 @@ from orchestrator.trainer.protocol import (
     PROTOCOL,
     Ack,
     Done,
+    Engines,
     Finished,
     Get,
     Join,
@@ -22,18 +23,21 @@ from orchestrator.trainer.protocol import (
     Ping,
     Pong,
     Publish,
+    Published,
     Refused,
     Report,
     ToServer,
     ToTrainer,
     Unknown,
+    Updated,
+    Updating,
     Welcome,
     encode,
 )
 from orchestrator.trainer_link.encoding import check_shares
 from orchestrator.trainer_link.ranks import Rank
 from tests.support.journal_groups import make_batch
-from tests.support.trainer_links import make_leases
+from tests.support.trainer_links import UpdatesAtOnce, make_leases
 
 
 class Service:
@@ -192,11 +196,14 @@ def test_finish_is_told_to_each_rank_after_its_last_batch() -> None:
     service.join(0)
     service.join(1)
     service.leases.offer(make_batch(1))
+    service.get(0, 1)
     service.tell(b"peer0", Next(5, after=1))
     service.sent.clear()
+    service.served.clear()
     service.leases.finish("max_steps")
-    assert service.sent == [(b"peer0", Finished(5, "max_steps"))]
-    assert not service.leases.all_told
+    assert service.sent == [(b"peer0", Finished(5, "max_steps")), (b"peer1", Pong(over="max_steps"))]
+    assert not service.leases.all_told, "rank 1 knows that the service leaves, and may ask for what is left"
+    assert service.tell(b"peer1", Ping()) == Pong(over="max_steps")
     service.tell(b"peer1", Next(6, after=0))
     assert service.served == [(b"peer1", 1, 1)]
     assert service.tell(b"peer1", Next(7, after=1)) == Finished(7, "max_steps")
@@ -278,6 +285,7 @@ def test_a_report_of_a_step_that_there_is_is_passed_on() -> None:
     service.leases.offer(make_batch(1))
     assert service.tell(b"peer0", Report(1, 1, {"loss": 0.5})) == Unknown()
     service.join(0)
+    service.get(0, 1)
     assert service.tell(b"peer0", Report(1, 1, {"loss": 0.5})) == Ok(1)
     assert service.tell(b"peer0", Report(2, 1, {"a": 0.5, "b": 1.0})) == Missing(2, "too many names")
     assert isinstance(service.tell(b"peer0", Report(3, 2, {"loss": 0.5})), Missing)
@@ -521,3 +529,46 @@ def test_batches_that_the_ranks_cannot_share_are_refused() -> None:
     with pytest.raises(ConfigError, match="step 5"):
         check_shares([make_batch(5)], 3)
     check_shares([make_batch(5)], 4)
+
+
+def test_a_trainer_that_sends_weights_itself_is_told_which_engines_stand_still() -> None:
+    """And its version is published when it is done; not when it failed, nor where it is refused."""
+    updates = UpdatesAtOnce()
+    service = Service(world_size=1, updates=updates)
+    service.join(0)
+    assert service.tell(b"peer0", Updating(1, 3)) == Engines(1, ["http://one/v1", "http://two/v1"])
+    assert service.tell(b"peer0", Updated(2, 3)) == Ok(2)
+    assert service.events == [("publish", 3, "(sent)")]
+    assert service.tell(b"peer0", Updated(3, 4, failed="ZeroDivisionError")) == Ok(3)
+    waited = service.tell(b"peer0", Updated(4, 4, wait_s=3))
+    assert waited == Published(4, {"engine": ""})
+    updates.refuse = "no"
+    assert service.tell(b"peer0", Updating(5, 5)) == Missing(5, "no")
+    assert service.tell(b"peer0", Updated(6, 5)) == Missing(6, "no")
+    assert service.events == [("publish", 3, "(sent)"), ("publish", 4, "(sent)")]
+
+
+def test_whoever_sends_weights_is_gone_with_its_connection_or_its_place() -> None:
+    """One that only connects again is not."""
+    updates = UpdatesAtOnce()
+    service = Service(world_size=2, updates=updates)
+    service.join(0, client="a")
+    service.join(0, client="a", peer=b"again")
+    assert updates.told == []
+    service.join(0, client="b", peer=b"other")
+    assert updates.told == [("gone",)]
+    service.leases.lose(b"other")
+    assert updates.told == [("gone",)] * 2
+    service.join(1)
+    service.tell(b"peer1", Leave())
+    assert updates.told == [("gone",)] * 3
+
+
+def test_a_pong_says_how_many_engines_wait_for_weights() -> None:
+    """So a trainer that waits for a batch hears of it."""
+    updates = UpdatesAtOnce()
+    service = Service(world_size=1, updates=updates)
+    service.join(0)
+    assert service.tell(b"peer0", Ping()) == Pong()
+    updates.waiting = 2
+    assert service.tell(b"peer0", Ping()) == Pong(2)

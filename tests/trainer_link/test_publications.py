@@ -19,7 +19,7 @@ class Checked:
         self.publications = Publications(
             newest=lambda: self.version,
             check=lambda version, path, decided: self.checks.append((version, path, decided)),
-            on_publish=lambda version, path: self.published.append((version, path)),
+            on_publish=lambda version, path, step: self.published.append((version, path)),
         )
 
     @property
@@ -28,7 +28,11 @@ class Checked:
 
     def publish(self, version: int, path: str | None = "p", source: str = "rank 0") -> None:
         self.publications.publish(
-            version, path, source=source, then=lambda decision: self.decisions.append((source, decision))
+            version,
+            path,
+            step=0,
+            source=source,
+            then=lambda decision: self.decisions.append((source, decision)),
         )
 
 
@@ -110,8 +114,8 @@ def test_a_check_that_fails_itself_refuses_the_version() -> None:
     def check(version: int, path: str | None, decided: Callable[[str], None]) -> None:
         raise OSError("the disk is gone")
 
-    publications = Publications(newest=lambda: 0, check=check, on_publish=lambda version, path: None)
+    publications = Publications(newest=lambda: 0, check=check, on_publish=lambda version, path, step: None)
     with capture_logs() as logs:
-        publications.publish(1, "p", source="rank 0", then=decisions.append)
+        publications.publish(1, "p", step=1, source="rank 0", then=decisions.append)
     assert decisions == [Decision(accepted=False, note="version 1 could not be checked: the disk is gone")]
     assert logs[0]["event"] == "trainer.version_check_failed"

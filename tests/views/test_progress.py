@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from orchestrator.facts import EndpointStatus, ReportStatus, TrackerStatus
+from orchestrator.facts import EndpointStatus, ReportStatus, SourceStatus, TrackerStatus
+from orchestrator.views.lines import sources
 from orchestrator.views.progress import render, show_progress
 from orchestrator.views.summary import print_summary
 from tests.support.sample_status import env_status, sample_status
@@ -87,6 +88,20 @@ def test_the_last_evaluation_of_each_env_is_shown_with_its_change() -> None:
         "math avg@4 0.500 +0.250 (step 20)",
         "code avg@4 – (step 0)",
         "chat avg@4 0.125 (step 20)",
+    ]
+
+
+def test_sources_are_told_with_what_they_name_and_what_is_wrong_with_them() -> None:
+    """A source that answers is no trouble; one that does not is shown with its reason."""
+    well = SourceStatus("dns+tcp://envs:7000", 'env "math"', 3, "")
+    silent = SourceStatus("file:engines.txt", "inference", 0, "it names no server")
+    status = sample_status(sources=[well, silent])
+    out = shown(status)
+    assert "source of inference: file:engines.txt: it names no server" in out
+    assert "envs:7000" not in out
+    assert sources(status) == [
+        'dns+tcp://envs:7000 names 3 of env "math"',
+        "file:engines.txt names 0 of inference (it names no server)",
     ]
 
 

@@ -61,7 +61,7 @@ class VllmEngine:
     def signal_core(self, number: signal.Signals) -> None:
         """Signal the process that computes; the one that serves HTTP is its parent."""
         assert self._process is not None
-        [core] = [pid for pid in _children(self._process.pid) if "EngineCore" in _command(pid)]
+        [core] = [pid for pid in children(self._process.pid) if "EngineCore" in _command(pid)]
         os.kill(core, number)
 
     def _end(self, number: signal.Signals) -> None:
@@ -123,7 +123,8 @@ def _free_port() -> int:
         return port
 
 
-def _children(parent: int) -> list[int]:
+def children(parent: int) -> list[int]:
+    """Processes that a process has started."""
     found = []
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():

@@ -12,3 +12,14 @@ class Questions(Environment):
     async def rollout(self, task: Task, model: Model) -> Rollout:
         reply = await model.chat([{"role": "user", "content": task["question"]}])
         return model.rollout(reward=float(len(reply.text)))
+
+
+class Conversations(Questions):
+    """Three turns a task, so that versions come while a rollout is under way."""
+
+    async def rollout(self, task: Task, model: Model) -> Rollout:
+        messages: list[dict[str, object]] = [{"role": "user", "content": task["question"]}]
+        for _ in range(3):
+            reply = await model.chat(messages)
+            messages += [reply.message, {"role": "user", "content": "and then?"}]
+        return model.rollout(reward=float(len(reply.text)))

@@ -10,6 +10,7 @@ from envs.errors import RolloutFailure
 from envs.inference_client import InferenceClient, RetryPolicy
 from envs.model import Model, ModelSettings
 from envs.rollout import Rollout
+from orchestrator.discovery import Membership, look_up
 from orchestrator.inference import (
     AdaptiveConcurrency,
     Beginning,
@@ -30,6 +31,7 @@ def build_pool(
     """A pool of one engine whose weights can be updated."""
     return InferencePool(
         [engine.base_url],
+        membership=Membership([], of="inference", listed=(), look=look_up),
         model=MODEL,
         update=build_weight_update("vllm"),
         sampling=None,

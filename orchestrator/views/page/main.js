@@ -7,23 +7,25 @@ const parts = { overview: null, charts: new Charts(), browser: null, source: nul
 
 function overview(runs, changed) {
   if (!parts.overview) {
-    parts.overview = Object.fromEntries(["facts", "envs", "charts", "histograms", "servers", "evals", "failures", "notes"].map((name) => [name, h("div")]));
+    parts.overview = Object.fromEntries(["facts", "envs", "charts", "histograms", "tasks", "servers", "evals", "failures", "notes"].map((name) => [name, h("div")]));
     const titled = (title, node) => h("div", null, h("h2", null, title), node);
     const one = parts.overview;
-    one.titled = { envs: titled("Environments", one.envs), histograms: titled("Of the last batches", one.histograms), servers: titled("Inference servers", one.servers), evals: titled("Evaluations", one.evals), failures: titled("Failures", one.failures), notes: titled("Notes of the configuration", one.notes) };
-    one.histograms.className = "charts";
+    one.titled = { envs: titled("Environments", one.envs), histograms: titled("Of the last batches", one.histograms), tasks: titled("Tasks by solve rate", one.tasks), servers: titled("Inference servers", one.servers), evals: titled("Evaluations", one.evals), failures: titled("Failures", one.failures), notes: titled("Notes of the configuration", one.notes) };
+    one.histograms.className = one.tasks.className = "charts";
     one.charts.append(parts.charts.node);
-    byId("overview").append(one.facts, one.titled.envs, one.charts, one.titled.histograms, one.titled.servers, one.titled.evals, one.titled.failures, one.titled.notes);
+    byId("overview").append(one.facts, one.titled.envs, one.charts, one.titled.histograms, one.titled.tasks, one.titled.servers, one.titled.evals, one.titled.failures, one.titled.notes);
   }
   const shown = parts.overview, single = runs.length === 1, run = runs[0];
   fill(shown.facts, single ? facts(run) : runsTable(runs));
   for (const name of ["envs", "histograms", "failures"]) shown.titled[name].hidden = !single;
   shown.titled.servers.hidden = !single || !run.status.endpoints.length;
+  shown.titled.tasks.hidden = !single || !taskBars(run).length;
   shown.titled.evals.hidden = !single || !run.evals?.length;
   shown.titled.notes.hidden = !single || !run.status.notes.length;
   if (changed) parts.charts.draw(runs);
   if (!single) return;
   fill(shown.envs, envTable(run, (env) => envControls(run, env)));
+  fill(shown.tasks, taskBars(run));
   fill(shown.servers, endpointTable(run));
   fill(shown.failures, failureTable(run));
   fill(shown.notes, run.status.notes.map((note) => h("p.note", null, note)));

@@ -28,6 +28,7 @@ function notices(run) {
     if (env.servers && env.servers_ready < env.servers) say("warn", name, `has ${env.servers_ready} of ${env.servers} servers ready.`);
   }
   for (const endpoint of status.endpoints) if (!endpoint.healthy) say("warn", endpoint.url, endpoint.error || "is not in service");
+  for (const source of status.sources || []) if (source.trouble) say("warn", source.source, `(${source.of}): ${source.trouble}; it names ${source.members}`);
   if (status.changes?.length) say("", "Changed by hand:", status.changes.join("; "));
   const waits = status.waits.map((wait) => wait.text);
   if (waits.length) {
@@ -129,11 +130,41 @@ function envTable(run, act) {
     { name: "completed", cell: (env) => number(env.completed) },
     { name: "failed", cell: (env) => h("span", { class: failed(env) ? "warn" : "dim" }, number(failed(env))) },
     { name: "accepted", cell: (env) => percent(env.acceptance) },
-    living && { name: "servers", cell: (env) => h("span", { class: env.servers_ready < env.servers ? "bad" : "" }, `${env.servers_ready}/${env.servers}`) },
+    living && { name: "servers", cell: (env) => h("span", { class: env.servers_ready < env.servers ? "bad" : "", title: nodes(env, run.status.sources) }, `${env.servers_ready}/${env.servers}`) },
     living && { name: "restarts", cls: "restarts", cell: (env) => h("span", { class: env.restarts ? "warn" : "dim" }, number(env.restarts)) },
     { name: "", left: true, cell: (env) => [env.quarantined && h("span.pill.warn", null, "quarantined"), " ", act && act(env)] },
     { name: "not trained on", left: true, cell: (env) => why(Object.keys(env.dropped).length ? env.dropped : totals?.[env.name]?.dropped) || "–" },
   ].filter(Boolean), rows, { key: (env) => env.name, empty: "no environment has reported yet" });
+}
+
+/** How well each environment's tasks are solved, and which pools of the curriculum they are in. */
+function taskBars(run) {
+  return Object.entries(run.status.envs).filter(([, env]) => env.tasks?.tried).map(([name, { tasks }]) => {
+    const ends = tasks.solve_rates.map((_, place) => `${Math.round((100 * place) / tasks.solve_rates.length)} %`);
+    const pools = Object.entries(tasks.pools).map(([pool, n]) => `${pool} ${number(n)}`).join(", ");
+    const tried = isNumber(tasks.num_tasks) ? `${number(tasks.tried)} of ${number(tasks.num_tasks)} tried` : `the last ${number(tasks.tried)}`;
+    return h("div", { "data-key": `tasks ${name}` }, bars(name, ends, tasks.solve_rates, `${tried}${pools && `; ${tasks.strategy}: ${pools}`}`),
+      taskTable(name, "solved least", tasks.hardest), taskTable(name, "tried most", tasks.most_tried));
+  });
+}
+
+/** A few single tasks of an environment; nothing of a run that did not tell. */
+function taskTable(name, title, rows) {
+  if (!rows?.length) return null;
+  return h("details", { "data-key": `${name} ${title}` }, h("summary", null, title), table([
+    { name: "task", cell: (row) => h("button.link", { type: "button", "data-key": `${title} ${row.task}`, title: "show its rollouts", click: () => openRollouts({ env: name, task: row.task }) }, String(row.task)) },
+    { name: "solve rate", cell: (row) => percent(row.solve_rate) },
+    { name: "groups", cell: (row) => number(row.groups) },
+    { name: "reward", cell: (row) => number(row.reward) },
+    { name: "equal rewards", cell: (row) => percent(row.equal_share) },
+    { name: "version", cell: (row) => number(row.version) },
+  ], rows, { key: (row) => row.task }));
+}
+
+/** Where an environment's servers come from and run, one a line; nothing of those on the orchestrator's machine. */
+function nodes(env, sources) {
+  const named = (sources || []).filter((one) => one.of === `env "${env.name}"`).map((one) => `${one.members} named by ${one.source}\n`);
+  return named.join("") + Object.entries(env.nodes || {}).map(([server, node]) => `${server} on ${node}`).join("\n");
 }
 
 function endpointTable(run) {
@@ -142,8 +173,9 @@ function endpointTable(run) {
     { name: "health", left: true, cell: (endpoint) => h("span", { class: endpoint.healthy ? "good" : "bad" }, endpoint.healthy ? "in service" : "out of service") },
     { name: "in flight", cell: (endpoint) => number(endpoint.inflight) },
     { name: "version", cell: (endpoint) => number(endpoint.version) },
+    run.status.endpoints.some((endpoint) => endpoint.source) && { name: "named by", left: true, cell: (endpoint) => endpoint.source || "–" },
     { name: "what it said", wrap: true, cell: (endpoint) => endpoint.error || "–" },
-  ], run.status.endpoints, { key: (endpoint) => endpoint.url });
+  ].filter(Boolean), run.status.endpoints, { key: (endpoint) => endpoint.url });
 }
 
 function failureTable(run) {

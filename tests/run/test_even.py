@@ -1,0 +1,147 @@
+"""The mix inside a batch in a whole run: three envs, of which the slow ones also lose groups, as people configure them."""
+
+import statistics
+from functools import cache
+
+import pytest
+
+from orchestrator.simulate.neighbours import Behaviour
+from tests.support.worlds import TestedWorld, make_settings
+
+TARGETS = {"quick": 0.4, "middle": 0.3, "slow": 0.3}
+SECONDS = {"quick": 1.0, "middle": 5.0, "slow": 20.0}
+LOSSES = {"quick": 0.0, "middle": 0.1, "slow": 0.4}
+BATCH, GROUP, STEPS = 256, 8, 32
+
+
+def behaviour(env: str, *, losses: bool) -> Behaviour:
+    """Any rollout that fails costs its group."""
+    loss = 1 - (1 - LOSSES[env]) ** (1 / GROUP) if losses else 0.0
+    return Behaviour(latency=lambda rng: rng.expovariate(1 / SECONDS[env]), loss=loss, retryable=0.0)
+
+
+@cache
+def played(mix: str, max_versions: int, *, losses: bool = True, slots: int = 256) -> TestedWorld:
+    settings = make_settings(
+        list(TARGETS),
+        batch_size=BATCH,
+        group_size=GROUP,
+        train={env: {"target": target} for env, target in TARGETS.items()},
+        max_versions=max_versions,
+        mix=mix,
+    )
+    around = {env: behaviour(env, losses=losses) for env in TARGETS}
+    world = TestedWorld(settings, around, max_inflight=slots, train_s=lambda rng: 5.0)
+    assert world.play(until=lambda: world.steps() >= STEPS)
+    return world
+
+
+def off_target(world: TestedWorld) -> float:
+    """Percentage points between share and target of the env that is furthest off, mean over batches once the first are formed."""
+    found = []
+    for _, _, batch in list(world.trained)[6:]:
+        has = {env: sum(group.size for group in batch.groups if group.env == env) for env in TARGETS}
+        found.append(max(abs(has[env] / BATCH - target) for env, target in TARGETS.items()))
+    return 100 * statistics.mean(found)
+
+
+def mean_age(world: TestedWorld) -> float:
+    return sum(age * count for age, count in world.ages().items()) / world.ages().total()
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("max_versions", "losses"), [(0, False), (2, False), (2, True), (4, False), (4, True)]
+)
+def test_every_batch_follows_the_mix_though_one_env_is_slow_and_loses_groups(
+    max_versions: int, losses: bool
+) -> None:
+    """A group is 3.1 points of a batch, and no env is off by more, in the mean; no group is passed over for ever."""
+    world = played("even", max_versions, losses=losses)
+    assert off_target(world) <= (2.5 if losses else 3.1)
+    assert max(world.ages()) <= max_versions, "passed over by so many batches at most"
+    assert not world.journal.evicted, "nothing that was finished is thrown away"
+
+
+@pytest.mark.timeout(300)
+def test_oldest_first_follows_the_mix_over_many_batches_only() -> None:
+    """What each batch has is decided by who finishes first; this is what the other setting is for."""
+    assert off_target(played("oldest", 2)) > 5
+
+
+@pytest.mark.timeout(300)
+def test_without_staleness_a_lost_group_does_not_hold_its_batch_up() -> None:
+    """There is one batch at a time, and whoever is quickest fills the place of what was lost, as with oldest first."""
+    even, oldest = played("even", 0), played("oldest", 0)
+    assert even.now <= 1.02 * oldest.now
+    assert off_target(even) <= off_target(oldest) + 0.5
+
+
+@pytest.mark.timeout(300)
+def test_while_every_slot_is_busy_the_mix_costs_neither_speed_nor_freshness() -> None:
+    """With fewer slots than the pace allows, as much is trained on in the same time, and no older."""
+    even, oldest = played("even", 2, slots=64), played("oldest", 2, slots=64)
+    assert off_target(even) <= 3.1 < off_target(oldest)
+    assert even.now <= 1.05 * oldest.now
+    assert mean_age(even) <= mean_age(oldest) + 0.05
+
+
+@pytest.mark.timeout(300)
+def test_an_env_that_delivers_nothing_takes_no_batch_with_it() -> None:
+    """Its share goes to the others, whether it loses everything or has no server."""
+    settings = make_settings(
+        ["good", "bad", "gone"],
+        batch_size=32,
+        train={"bad": {"target": 0.5}, "good": {"target": 0.25}, "gone": {"target": 0.25}},
+        max_steps=10,
+        strategy_options={"breaker": True},
+    )
+    around = {
+        "good": Behaviour(latency=lambda rng: 1.0),
+        "bad": Behaviour(latency=lambda rng: 1.0, loss=1.0, retryable=0.0),
+        "gone": Behaviour(latency=lambda rng: 1.0),
+    }
+    world = TestedWorld(settings, around, train_s=lambda rng: 0.1)
+    world.kill_server("gone", 0, away_s=1e6)
+    assert world.play(until=lambda: world.steps() >= 10)
+    assert {group.env for _, _, batch in world.trained for group in batch.groups} == {"good"}
+    assert world.now < 600
+
+
+def test_what_is_carried_over_survives_the_death_of_the_process() -> None:
+    """The next batch makes up for the one before, as if nothing had happened."""
+    world = TestedWorld(
+        make_settings(["a", "b", "c"], batch_size=16, max_steps=20),
+        {env: Behaviour(latency=lambda rng: rng.expovariate(1.0)) for env in "abc"},
+    )
+    assert world.play(until=lambda: world.steps() >= 4)
+    before = world.parts.buffer.state_dict()
+    assert any(amount != "0" for amount in before.values())
+    world.kill()
+    assert world.parts.buffer.state_dict() == before
+    assert world.play(until=lambda: world.steps() >= 20)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("publish_every", [5, 10**9], ids=["seldom", "never"])
+@pytest.mark.parametrize("slots", [96, 512])
+def test_the_mix_does_not_drift_where_the_trainer_publishes_seldom(publish_every: int, slots: int) -> None:
+    """Batches do not wait for an env of which a rollout takes three hundred times as long, and it still has its share of them."""
+    targets = {"quick": 0.9, "slow": 0.1}
+    settings = make_settings(
+        list(targets),
+        batch_size=200,
+        group_size=2,
+        train={env: {"target": target} for env, target in targets.items()},
+    )
+    around = {
+        "quick": Behaviour(latency=lambda rng: rng.expovariate(1 / 0.2)),
+        "slow": Behaviour(latency=lambda rng: rng.expovariate(1 / 60.0)),
+    }
+    world = TestedWorld(
+        settings, around, max_inflight=slots, train_s=lambda rng: 0.1, publish_every=publish_every
+    )
+    assert world.play(until=lambda: world.steps() >= 80)
+    delivered = [group for _, _, batch in list(world.trained)[20:] for group in batch.groups]
+    slow = sum(group.size for group in delivered if group.env == "slow")
+    assert slow / sum(group.size for group in delivered) == pytest.approx(0.1, abs=0.015)
