@@ -63,8 +63,6 @@ async def test_the_shipped_configuration_learns(tmp_path: Path) -> None:
         ROOT / "configs" / "dataset.toml",
         "--run_dir",
         run_dir,
-        "--max_steps",
-        "40",
         logs=tmp_path / "logs",
     )
     assert command.process.returncode == 0, command.errors()[-3000:]
