@@ -11,6 +11,7 @@ is what it says about that, if anything.
 
 import asyncio
 import json
+import socket
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -56,6 +57,7 @@ class ScriptedEngine:
     _unstick: asyncio.Event = field(default_factory=asyncio.Event)
     _changed: asyncio.Condition = field(default_factory=asyncio.Condition)
     _runner: web.AppRunner | None = None
+    _listener: socket.socket | None = None
 
     @property
     def base_url(self) -> str:
@@ -76,20 +78,20 @@ class ScriptedEngine:
         app.router.add_route("*", "/{path:.*}", self._serve)
         self._runner = web.AppRunner(app, shutdown_timeout=0.1)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", self.port, reuse_address=True)
-        await site.start()
-        self.port = self._runner.addresses[0][1]
+        self._listener = socket.create_server(("127.0.0.1", self.port))
+        await web.SockSite(self._runner, self._listener).start()
+        self.port = self._listener.getsockname()[1]
 
     async def stop(self) -> None:
         if self._runner is not None:
-            server = self._runner.server
-            assert server is not None
-            await self._runner.cleanup()
-            self._runner = None
-            # A connection that was just being accepted reaches the server some rounds of the loop later.
+            assert self._listener is not None
+            # A connection that was just being accepted reaches the server some rounds of the loop later; asyncio would
+            # forget its socket, and not close it, if the server were closed by then.
+            asyncio.get_running_loop().remove_reader(self._listener)
             for _ in range(5):
                 await asyncio.sleep(0)
-            await server.shutdown(0)
+            await self._runner.cleanup()
+            self._runner = self._listener = None
 
     def restart(self) -> None:
         """What an engine forgets when its process ends and starts again."""
