@@ -23,7 +23,8 @@ from envs.loader import LOADERS
 from orchestrator.trainer import TrainerClient
 from tests.integration.service_fixture import write_config
 from tests.support.journal_groups import make_batch
-from tests.support.snippets import COMMAND, blocks, free_port, run_all, sh_blocks
+from tests.support.ports import free_port
+from tests.support.snippets import COMMAND, blocks, run_all, sh_blocks
 from tests.support.trainer_links import make_server
 
 ROOT = Path(__file__).parent.parent
@@ -146,7 +147,7 @@ def small(tmp_path: Path) -> Path:
 
 
 @pytest.mark.integration
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(600)
 def test_the_configuration_block_of_the_readme_works_after_make_run(tmp_path: Path) -> None:
     """A variable, flags, both checks and the simulation, although the quickstart has a run directory already."""
     (tmp_path / "configs").symlink_to(ROOT / "configs")
@@ -164,7 +165,7 @@ def test_the_configuration_block_of_the_readme_works_after_make_run(tmp_path: Pa
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(600)
 def test_the_commands_of_operating_it_work(small: Path) -> None:
     """Run, run anew, set back, evaluate; then look at a run while it runs, and change it. `view` has a test of its own."""
     (block,) = [block for block in sh_blocks(README) if "orchestrator status" in block]
@@ -196,7 +197,7 @@ def test_the_commands_of_operating_it_work(small: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(600)
 def test_the_overrides_of_the_reference_work(small: Path) -> None:
     """One by a variable, two by flags; the same run goes on."""
     (block,) = sh_blocks(ROOT / "docs" / "configuration.md")
@@ -205,7 +206,7 @@ def test_the_overrides_of_the_reference_work(small: Path) -> None:
 
 
 @pytest.mark.integration
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(600)
 def test_the_trainers_of_the_page_about_trainers_work(tmp_path: Path) -> None:
     """One goes on behind a checkpoint, the other serves as rank 0 to the end of the run."""
     port = free_port()
@@ -227,7 +228,7 @@ def test_the_trainers_of_the_page_about_trainers_work(tmp_path: Path) -> None:
         trained = run_all("python trainer.py", tmp_path)
         assert trained.returncode == 0, trained.stderr
         assert trained.stdout.splitlines()[-1] == "the run is over: max_steps reached"
-        assert service.wait(60) == 0
+        assert service.wait(300) == 0
 
 
 async def test_the_trainer_that_lays_sequences_out_works(tmp_path: Path) -> None:
@@ -252,7 +253,7 @@ async def test_the_trainer_that_lays_sequences_out_works(tmp_path: Path) -> None
 
 
 @pytest.mark.integration
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(600)
 def test_the_programs_that_run_the_service_themselves_work(small: Path) -> None:
     """The one of the README with nothing beside it, the one of the page about trainers with a configuration."""
     files_of(README, small)
@@ -268,7 +269,7 @@ def test_the_programs_that_run_the_service_themselves_work(small: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(600)
 def test_the_page_about_rollouts_works(small: Path) -> None:
     """After a run, every command finds something, and so does the program."""
     page = ROOT / "docs" / "rollouts.md"

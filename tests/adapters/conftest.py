@@ -95,7 +95,7 @@ class Driver:
         assert self._process.stdout is not None
         self._process.stdin.close()
         try:
-            self._process.wait(20)
+            self._process.wait(120)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()

@@ -16,7 +16,7 @@ from tests.adapters.conftest import Driver
 TESTED = "atropos_tested"
 REPLIES = [[{"content": "enots"}, {"content": "no idea"}, {"content": "stone"}]]
 GROUP = {"kind": "group", "count": 3}
-MINUTES = 300
+MINUTES = 600
 """The library takes many seconds to import where the machine is busy."""
 
 pytestmark = pytest.mark.timeout(MINUTES)

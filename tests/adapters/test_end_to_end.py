@@ -90,8 +90,8 @@ async def train(
                 before.append(batch)
                 if settled(before):
                     running = False
-                    kill(command, killed)
                     ready = len(command.events("env.ready"))
+                    kill(command, killed)
                     # Holding the batch holds the run, so that the envs can come back.
                     await command.wait_event("env.ready", ready + len(killed))
                 continue
@@ -109,7 +109,7 @@ def kill(command: Command, names: list[str]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 async def test_all_families_train_together_and_survive_the_loss_of_their_servers(
     tmp_path: Path, sockets: Path, reasoning_gym: Driver
 ) -> None:
@@ -135,7 +135,7 @@ async def test_all_families_train_together_and_survive_the_loss_of_their_servers
         async with await Command.start("run", config, logs=tmp_path / "logs", PYTHONPATH=path) as command:
             await command.wait_event("run.started")
             killed = ["group", "taskset", datasets[0]]
-            async with asyncio.timeout(500):
+            async with asyncio.timeout(1000):
                 before, after = await train(
                     address, command, killed, settled=lambda batches: on_target(batches, envs)
                 )
@@ -151,7 +151,7 @@ async def test_all_families_train_together_and_survive_the_loss_of_their_servers
 
 @pytest.mark.adapters
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1500)
 async def test_served_games_groups_and_evals_train_together_and_survive_the_loss_of_their_servers(
     tmp_path: Path, sockets: Path
 ) -> None:
@@ -183,7 +183,7 @@ async def test_served_games_groups_and_evals_train_together_and_survive_the_loss
         path = os.pathsep.join((str(HERE / "environments"), os.environ.get("PYTHONPATH", "")))
         async with await Command.start("run", config, logs=tmp_path / "logs", PYTHONPATH=path) as command:
             await command.wait_event("run.started")
-            async with asyncio.timeout(800):
+            async with asyncio.timeout(1300):
                 before, after = await train(
                     address,
                     command,

@@ -11,7 +11,7 @@ from envs.errors import EnvironmentLoadError
 from tests.adapters.conftest import Driver
 
 TESTED = "inspect_tested"
-MINUTES = 300
+MINUTES = 600
 """The library takes many seconds to import where the machine is busy."""
 
 pytestmark = pytest.mark.timeout(MINUTES)

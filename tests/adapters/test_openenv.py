@@ -11,7 +11,7 @@ from envs.loader import find_loader, load_environment
 from tests.adapters.conftest import Driver
 
 TESTED = "openenv_tested"
-MINUTES = 300
+MINUTES = 600
 """The library takes many seconds to import where the machine is busy."""
 
 

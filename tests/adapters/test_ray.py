@@ -34,7 +34,7 @@ KILLS = int(os.environ.get("RAY_KILLS", "3"))
 PAUSE_S = float(os.environ.get("RAY_KILL_EVERY_S", "0"))
 """Between two kills; `make ray` has more of both."""
 
-BUDGET_S = 240 + KILLS * (PAUSE_S + 60)
+BUDGET_S = 480 + KILLS * (PAUSE_S + 120)
 
 
 class Nodes:
@@ -63,7 +63,7 @@ class Nodes:
         assert self._process.stdout is not None
         self._process.stdin.close()
         try:
-            self._process.wait(60)
+            self._process.wait(180)
         finally:
             self._process.kill()
             self._process.wait()
@@ -202,7 +202,7 @@ def small_config(directory: Path, ray: dict[str, Any], *envs: dict[str, Any], **
     )
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 async def test_servers_leave_a_node_that_falls_silent_and_all_end_with_a_killed_orchestrator(
     nodes: Nodes, tmp_path: Path
 ) -> None:
@@ -228,9 +228,11 @@ async def test_servers_leave_a_node_that_falls_silent_and_all_end_with_a_killed_
             lost = [name for name, node in at.items() if node == at["dice-0"]]
             await asyncio.to_thread(nodes.order, f"freeze {silent}")
             await command.wait_event("env.server_restarted", len(lost))
-            after = (await fetch_status(tmp_path / "run"))["envs"]["dice"]["nodes"]
+            after = at
+            # Those that are restarted first may be others, taken for silent too where the machine is slow.
+            while at["dice-0"] in after.values():
+                after = (await fetch_status(tmp_path / "run"))["envs"]["dice"]["nodes"]
             assert set(after) == set(at)
-            assert at["dice-0"] not in after.values()
             await asyncio.to_thread(nodes.order, f"thaw {silent}")
             await until(lambda: len(servers(mark)) == 6)
             await asyncio.to_thread(nodes.order, f"kill {silent}")
@@ -250,7 +252,7 @@ async def fetch_status(run_dir: Path) -> dict[str, Any]:
     return told
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(600)
 async def test_servers_that_cannot_start_on_a_node_say_why(nodes: Nodes, tmp_path: Path) -> None:
     """What is missing on the node is said here, in the words of the server's own log, and by `check --deep` before a run."""
     config = small_config(
@@ -273,7 +275,7 @@ async def test_servers_that_cannot_start_on_a_node_say_why(nodes: Nodes, tmp_pat
         await until(lambda: not command.processes())
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 async def test_servers_are_where_their_resources_are_run_the_named_python_and_refuse_strangers(
     nodes: Nodes, tmp_path: Path
 ) -> None:
@@ -312,7 +314,7 @@ def listening_address(log: Path) -> str:
     return next(str(entry["address"]) for entry in entries if entry["event"] == "server.listening")
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.usefixtures("ray")
 async def test_a_cluster_of_its_own_is_started_and_ends_with_the_run(tmp_path: Path) -> None:
     """Without an address nothing has to be set up to try it; and after kill -9 no process of Ray stays behind."""

@@ -36,7 +36,7 @@ def checked(*words: str, hash_seed: str = "0") -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_a_right_answer_of_every_dataset_is_worth_everything(reasoning_gym: Driver) -> None:
     """The stored one; of the five that store none an example of theirs, or one that is worked out."""
     scores = checked("answers")
@@ -88,7 +88,7 @@ def test_token_ids_and_logprobs_are_those_of_the_engine(reasoning_gym: Driver) -
     assert answer["logprobs"][-3:] == pytest.approx([-0.052, -0.050, -0.002])
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_every_dataset_name_loads_generates_far_out_and_scores(reasoning_gym: Driver) -> None:
     """All names of the library work, at an index far beyond any size that the library has."""
     names = [name for name in reasoning_gym.names("reasoning_gym") if name != "composite"]

@@ -9,7 +9,7 @@ from envs.errors import EnvironmentLoadError
 from tests.adapters.conftest import Driver
 
 TESTED = "textarena_tested"
-MINUTES = 300
+MINUTES = 600
 """The library takes many seconds to import where the machine is busy."""
 
 pytestmark = pytest.mark.timeout(MINUTES)

@@ -87,7 +87,7 @@ def run(*command: str | Path, **variables: str) -> str:
         capture_output=True,
         text=True,
         check=False,
-        timeout=240,
+        timeout=500,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout

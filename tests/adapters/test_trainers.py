@@ -16,10 +16,10 @@ from orchestrator.trainer.batch import decode_batch
 from orchestrator.trainer_link.encoding import encode_batch
 from tests.adapters.venvs import CHECKOUT, TRAINERS
 from tests.support.journal_groups import make_batch
-from tests.support.snippets import free_port
+from tests.support.ports import free_port
 from tests.support.trainer_links import make_server
 
-pytestmark = [pytest.mark.adapters, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.adapters, pytest.mark.timeout(600)]
 
 
 @pytest.fixture

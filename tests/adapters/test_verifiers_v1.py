@@ -86,7 +86,7 @@ def test_the_operators_sampling_wins_over_the_harness(v1: Driver) -> None:
     assert (ours, theirs) == (1.0, 0.1)
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_a_tool_with_state_works_with_the_librarys_own_chat_program(v1: Driver) -> None:
     """The shipped `null` harness runs as a local program, calls the tool's server, and asks our policy."""
     turns = [[call("bank_deposit", '{"amount": 5}')], [{"content": "done"}]]
@@ -98,7 +98,7 @@ def test_a_tool_with_state_works_with_the_librarys_own_chat_program(v1: Driver) 
     assert spans(answer["mask"]) == 2
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_a_program_whose_packages_cannot_be_had_now_is_tried_again(v1: Driver, tmp_path: Path) -> None:
     """`uv` asks the package index before every program of the library, and the index may be away for a moment."""
     uv = tmp_path / "uv"

@@ -17,7 +17,7 @@ from orchestrator.errors import ConfigError
 from orchestrator.trainer import AsyncTrainerClient
 from orchestrator.trainer_link.server import BatchServer
 from tests.support.journal_groups import make_batch
-from tests.support.snippets import free_port
+from tests.support.ports import free_port
 from tests.support.trainer_links import make_server
 from tests.support.waiting import until
 

@@ -1,10 +1,9 @@
 """Batches over prime-rl's ZMQ transport, with ranks that connect, announce themselves and receive as its trainer does."""
 
 import asyncio
-import random
 import socket
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import ExitStack, asynccontextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -22,22 +21,11 @@ from orchestrator.trainer import AsyncTrainerClient
 from orchestrator.trainer_link.server import BatchServer
 from tests.bridges.test_prime_rl import POLL_S, broadcast
 from tests.support.journal_groups import make_batch
+from tests.support.ports import free_ports
 from tests.support.trainer_links import make_server
 from tests.support.waiting import until
 
-pytestmark = pytest.mark.timeout(60)
-
 RANKS = 2
-
-
-def two_free_ports() -> int:
-    """A port that is free, as the one behind it is; outside of those that the system gives to connections meanwhile."""
-    while True:
-        port = random.randrange(20_000, 32_000)
-        with socket.socket() as first, socket.socket() as second, suppress(OSError):
-            first.bind(("127.0.0.1", port))
-            second.bind(("127.0.0.1", port + 1))
-            return port
 
 
 class RankProcess:
@@ -128,7 +116,7 @@ def _as_served(step: int) -> Any:
 async def test_nothing_is_sent_before_every_rank_listens(tmp_path: Path) -> None:
     """A rank that joins late gets every batch, in order; each is acknowledged when its weights are there."""
     acked: list[int] = []
-    out, port = tmp_path / "out", two_free_ports()
+    out, port = tmp_path / "out", free_ports(2)
     async with make_server(bind=f"ipc://{tmp_path}/s", world_size=1, on_ack=acked.append) as server:
         for step in (1, 2, 3):
             server.offer(make_batch(step))
@@ -155,7 +143,7 @@ async def test_nothing_is_sent_before_every_rank_listens(tmp_path: Path) -> None
 async def test_a_killed_bridge_sends_nothing_twice_to_the_same_trainer(tmp_path: Path) -> None:
     """Killed between sending and acknowledging: the ranks reconnect without a word, and get the step behind what they have."""
     acked: list[int] = []
-    out, port = tmp_path / "out", two_free_ports()
+    out, port = tmp_path / "out", free_ports(2)
     async with make_server(bind=f"ipc://{tmp_path}/s", world_size=1, on_ack=acked.append) as server:
         for step in (1, 2, 3, 4):
             server.offer(make_batch(step))
@@ -185,7 +173,7 @@ async def test_a_killed_bridge_sends_nothing_twice_to_the_same_trainer(tmp_path:
 
 async def test_nothing_is_sent_to_a_rank_that_was_never_heard_of(tmp_path: Path) -> None:
     """It listens, and its word that it has started is on its way: the next bridge would take it for a process that has nothing."""
-    port, note = two_free_ports(), tmp_path / "note"
+    port, note = free_ports(2), tmp_path / "note"
 
     def open_publisher() -> Publisher:
         publisher = Publisher("127.0.0.1", port, ranks=1, run="r", note=note, on_change=lambda: None)
@@ -219,7 +207,7 @@ async def test_nothing_is_sent_to_a_rank_that_was_never_heard_of(tmp_path: Path)
 
 async def test_a_trainer_that_is_started_anew_gets_again_what_it_was_not_done_with(tmp_path: Path) -> None:
     """Also where it starts while no bridge is there; the bytes are the same."""
-    out, port = tmp_path / "out", two_free_ports()
+    out, port = tmp_path / "out", free_ports(2)
     async with make_server(bind=f"ipc://{tmp_path}/s", world_size=1) as server:
         for step in (1, 2, 3):
             server.offer(make_batch(step))
@@ -241,7 +229,7 @@ async def test_a_trainer_that_is_started_anew_gets_again_what_it_was_not_done_wi
 async def test_a_trainer_that_was_set_back_is_fed_from_there(tmp_path: Path) -> None:
     """Its launcher has deleted later broadcasts; the bridge goes on without a restart, with what the orchestrator keeps."""
     acked: list[int] = []
-    out, port = tmp_path / "out", two_free_ports()
+    out, port = tmp_path / "out", free_ports(2)
     async with make_server(bind=f"ipc://{tmp_path}/s", world_size=1, keep=4, on_ack=acked.append) as server:
         for step in (1, 2, 3, 4):
             server.offer(make_batch(step))
@@ -268,7 +256,7 @@ async def test_a_trainer_that_was_set_back_is_fed_from_there(tmp_path: Path) -> 
 
 async def test_what_cannot_be_known_is_refused(tmp_path: Path) -> None:
     """A note that cannot be read, and a port that is taken, end the bridge before anything is sent."""
-    out, port = tmp_path / "out", two_free_ports()
+    out, port = tmp_path / "out", free_ports(2)
     broadcast(out, 0)
     note = out / "orchestrator_bridge.json"
     async with make_server(bind=f"ipc://{tmp_path}/s", world_size=1) as server:

@@ -22,7 +22,7 @@ from tests.support.recorded_run import HOSTILE, write_run
 
 pytestmark = [
     pytest.mark.browser,
-    pytest.mark.timeout(120),
+    pytest.mark.timeout(600),
     pytest.mark.skipif(
         PROGRAM is None, reason="there is no chromium here; install it with the system's packages"
     ),

@@ -13,7 +13,8 @@ import pytest
 
 from orchestrator.cli import build_parser, main
 from orchestrator.config.schema import render_schema
-from tests.support.snippets import COMMAND, free_port, python_block, run_all, sh_blocks
+from tests.support.ports import free_port
+from tests.support.snippets import COMMAND, python_block, run_all, sh_blocks
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").rglob("*.toml"))
@@ -61,7 +62,7 @@ def test_the_readme_prints_the_same_files(project: Path, name: str) -> None:
 
 
 @pytest.mark.integration
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(600)
 def test_the_projects_readme_works_as_printed(project: Path) -> None:
     """Test, try, check, run and train, each command as it stands; the policy learns what the environment rewards."""
     port = str(free_port())
@@ -81,12 +82,13 @@ def test_the_projects_readme_works_as_printed(project: Path) -> None:
         ) as service,
         subprocess.Popen([sys.executable, *training.split()[1:]], cwd=project) as trainer,
     ):
-        said, _ = service.communicate(timeout=150)
+        said, _ = service.communicate(timeout=400)
         assert service.returncode == 0, said
-        assert trainer.wait(timeout=30) == 0
+        assert trainer.wait(timeout=100) == 0
     summary = json.loads((project / "runs" / "spelling" / "summary.json").read_text())
     assert summary["steps"] == 20
-    assert summary["last_reward"] > 0.2
+    # Chance pays 0.003, and each of the five characters 0.2: at least one is learned, mostly three.
+    assert summary["last_reward"] > 0.15
 
 
 def test_the_schema_file_is_up_to_date() -> None:

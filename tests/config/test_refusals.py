@@ -30,7 +30,7 @@ SMALL: dict[str, Any] = {
 }
 
 # A loaded machine takes several times as long for these as an idle one.
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 bounded = settings(
     max_examples=1000,

@@ -424,7 +424,7 @@ def test_a_trainer_ten_times_faster_sees_no_idle_slot() -> None:
     assert sum(busy[1:]) / len(busy[1:]) >= 0.99 * 32
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @settings(max_examples=40, deadline=None)
 @given(
     seed=st.integers(0, 10_000),

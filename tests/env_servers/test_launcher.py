@@ -212,7 +212,7 @@ async def test_servers_that_others_can_reach_have_keys_of_the_run_and_the_usual_
     await here.aclose()
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(600)
 async def test_without_ray_servers_on_it_do_not_start_and_nothing_is_left(tmp_path: Path) -> None:
     """The reason comes from the driver process, which ends; the servers get the same one."""
     env = Env(env_spec(ray=cluster(tmp_path), workers=2, log_dir=tmp_path, resources={"CPU": 1.0}))
@@ -233,7 +233,7 @@ def init(**_):
 """
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(600)
 async def test_a_cluster_that_does_not_answer_is_given_up_and_tried_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -430,8 +430,8 @@ async def test_silence_is_noticed_warned_of_and_ends_the_link() -> None:
 
 async def test_a_server_that_answers_pings_is_not_lost() -> None:
     """Any message counts as life."""
-    async with connected(ping_interval_s=0.02, silence_timeout_s=0.2) as pair:
-        for seen in range(1, 25):
+    async with connected(ping_interval_s=0.02, silence_timeout_s=1.0) as pair:
+        for seen in range(1, 75):
             pings = await pair.server.hears(wire.Ping, seen)
             pair.server.say(wire.Pong(pings[-1].sent, wire.ServerStats(0, 5, 1, 0, 0.01, 1000)))
         assert pair.link.state is LinkState.READY

@@ -301,7 +301,7 @@ async def test_a_start_without_a_server_says_what_the_source_says(
 ) -> None:
     """It is waited for as long as a server may take to load, and then the error names the source."""
     world.named = named
-    env = world.env(ready_timeout_s=0.2)
+    env = world.env(ready_timeout_s=1.0)
     await env.spawn()
     try:
         with pytest.raises(EnvStartupError) as error:
@@ -420,8 +420,10 @@ async def test_a_name_that_changes_all_the_time_under_load_loses_and_doubles_not
         assert isinstance(answer, wire.Result) or (isinstance(answer, wire.Failure) and answer.retryable)
 
     async with supervised(env):
-        asked = 0
-        for turn in range(150):
+        asked = turn = 0
+        # Until enough was asked, too: a slow machine connects to few before the name has changed again.
+        while turn < 150 or asked <= 300:
+            turn += 1
             world.name(*changes[turn % len(changes)])
             for _ in range(8):
                 server = env.reserve(1)
@@ -430,5 +432,4 @@ async def test_a_name_that_changes_all_the_time_under_load_loses_and_doubles_not
                     asked += 1
             await asyncio.sleep(0.002)
         await until(lambda: len(seen) == asked)
-        assert asked > 300
         assert set(seen.values()) == {1}

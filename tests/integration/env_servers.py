@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import socket
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -115,13 +114,6 @@ def children() -> set[int]:
         if int(fields[1]) == os.getpid():
             found.add(int(stat.parent.name))
     return found
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def start_server(tmp_path: Path, bind: str, environment: str = "Quick", **fields: Any) -> ChildProcess:

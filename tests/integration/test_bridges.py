@@ -14,12 +14,12 @@ import pytest
 
 from orchestrator.local.policy import Policy
 from orchestrator.local.server import run_policy_server
-from tests.bridges.test_prime_rl_zmq import Ranks, two_free_ports
+from tests.bridges.test_prime_rl_zmq import Ranks
 from tests.integration.env_servers import until
 from tests.integration.service_fixture import env, make_config, running_service
-from tests.support.snippets import free_port
+from tests.support.ports import free_port, free_ports
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).parents[2]
 STEPS = 4
@@ -110,7 +110,7 @@ async def test_a_whole_run_over_zmq_as_prime_rl_does_it_with_a_bridge_that_is_ki
         (folder / "STABLE").touch()
 
     broadcast(0)
-    port = two_free_ports()
+    port = free_ports(2)
     async with running_service(config) as running:
         options = ["--connect", running.address, "--out", str(out), "--seq-len", "64", "--ranks", "2"]
         options += ["--transport", "zmq", "--port", str(port)]
@@ -142,7 +142,7 @@ async def test_a_whole_run_over_http_as_atropos_does_it(tmp_path: Path, url: str
 
     def call(path: str, body: dict[str, Any] | None = None) -> Any:
         data = None if body is None else json.dumps(body).encode()
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", data, timeout=10) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", data, timeout=120) as answer:
             return json.loads(answer.read())
 
     def train() -> list[int]:

@@ -39,7 +39,7 @@ async def run(tmp_path: Path, config: str, *overrides: str, code: int = 0) -> tu
     return command, json.loads(summary.read_text()) if summary.exists() else {}
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(600)
 async def test_a_slow_sandbox_runs_beside_fast_envs(tmp_path: Path) -> None:
     """Three domains, one with a limit on what is in flight and on starts per minute; all are in the batches."""
     _, summary = await run(tmp_path, "slow_sandbox.toml", "--max_steps", "10")
@@ -48,7 +48,7 @@ async def test_a_slow_sandbox_runs_beside_fast_envs(tmp_path: Path) -> None:
     assert summary["envs"]["sandbox"]["actual_share"] > 0
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(600)
 async def test_minimums_hold_with_groups_of_different_sizes(tmp_path: Path) -> None:
     """Half of all from one env and a tenth from another, in exact batches of groups of 2, 8 and 4."""
     _, summary = await run(tmp_path, "minimums.toml", "--max_steps", "6")
@@ -57,7 +57,7 @@ async def test_minimums_hold_with_groups_of_different_sizes(tmp_path: Path) -> N
     assert summary["envs"]["agree"]["actual_share"] >= 7 / 64
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(600)
 async def test_an_env_of_ratio_zero_beside_one_at_its_limit_is_no_error(tmp_path: Path) -> None:
     """While the only env of the mix is at its limit there is nothing to pick, and the run goes on."""
     overrides = [
@@ -68,7 +68,7 @@ async def test_an_env_of_ratio_zero_beside_one_at_its_limit_is_no_error(tmp_path
     assert summary["sequences"] == 2 * 128
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(600)
 async def test_a_strategy_of_the_founding_signature_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -81,7 +81,7 @@ async def test_a_strategy_of_the_founding_signature_runs(
     assert summary["steps"] == 2
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(600)
 async def test_a_strategy_that_fails_in_the_middle_ends_the_run_with_its_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -112,7 +112,7 @@ class Tired(CurriculumStrategy):
 """
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(600)
 async def test_a_curriculum_that_fails_in_the_middle_ends_the_run_with_its_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -180,7 +180,7 @@ port = 0
 """
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(600)
 async def test_domains_get_their_share_of_the_mix(tmp_path: Path) -> None:
     """A ratio is a share within its domain, and every env is in the batches."""
     path = tmp_path / "domains.toml"

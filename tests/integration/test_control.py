@@ -74,7 +74,8 @@ async def test_a_paused_run_starts_nothing_and_goes_on_when_it_is_resumed(
         policy,
         envs,
         max_steps=200,
-        dispatch={"stall_timeout_s": 0.3, "exit_on_stall": True},
+        # Longer than a busy machine lets a run stand still that goes on.
+        dispatch={"stall_timeout_s": 3.0, "exit_on_stall": True},
     )
     async with running_service(config) as running, asyncio.TaskGroup() as group:
         group.create_task(train_here(running.address, record))
@@ -86,7 +87,7 @@ async def test_a_paused_run_starts_nothing_and_goes_on_when_it_is_resumed(
         await until(lambda: run.idle and run.parts.versions.trained == run.parts.versions.formed)
         started = sum(run.parts.ledger.dispatched.values())
         # Longer than the watchdog lets a run stand still that nobody has paused.
-        assert not (await asyncio.wait([running.serving], timeout=1.0))[0]
+        assert not (await asyncio.wait([running.serving], timeout=4.0))[0]
         assert sum(run.parts.ledger.dispatched.values()) == started
         status = running.service.status()
         assert status.waits[0].kind == "paused"
@@ -127,8 +128,10 @@ async def test_only_who_has_the_token_changes_anything(
         assert not running.service.run.paused
         assert (await post(address, pause, **own, Origin=str(address)))[0] == 200
         assert (await post(address, {"command": "resume"}, Authorization="Bearer sesame"))[0] == 200
-        codes = Counter([(await post(address, pause, **own))[0] for _ in range(80)])
-        assert set(codes) == {200, 429}
+        codes = set()
+        while 429 not in codes:  # the slower the machine, the more are taken meanwhile
+            codes.add((await post(address, pause, **own))[0])
+        assert codes == {200, 429}
         assert running.service.run.paused
 
 
@@ -176,7 +179,8 @@ async def test_inference_servers_are_exchanged_under_load_with_nothing_lost(
     """One joins with the newest version, the other leaves when its rollouts have ended; no rollout fails."""
     record = TrainerRecord()
     envs = [env("Chat", args={"latency_s": 0.02})]
-    config = make_config(tmp_path / "run", policy, envs, max_steps=30)
+    # Far more than are trained on until both servers have been exchanged.
+    config = make_config(tmp_path / "run", policy, envs, max_steps=100)
     async with running_service(config) as running, asyncio.TaskGroup() as group:
         pool = running.service.pool
         training = group.create_task(train_here(running.address, record))

@@ -367,7 +367,7 @@ async def kill_at_random(world: World, *, kills: int, seed: int) -> TrainerRecor
     return world.prove()
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("curriculum", ["uniform", "frontier"])
 async def test_an_orchestrator_killed_at_random_moments_loses_and_repeats_nothing(
     tmp_path: Path, curriculum: str
@@ -399,7 +399,7 @@ async def test_an_orchestrator_killed_at_random_moments_many_times_over(tmp_path
         await kill_at_random(one, kills=30, seed=seed)
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("die", ["before_ack", "after_ack"])
 async def test_a_trainer_killed_beside_its_acknowledgement_gets_what_it_needs(
     tmp_path: Path, die: str
@@ -427,7 +427,7 @@ async def test_a_trainer_killed_beside_its_acknowledgement_gets_what_it_needs(
     assert all(times == 1 for key, times in record.served.items() if key != (4, 0))
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(600)
 async def test_a_trainer_may_die_together_with_the_orchestrator(tmp_path: Path) -> None:
     """Both sides killed at the same moment, several times: each begins again where the records meet."""
     rng = random.Random(5)

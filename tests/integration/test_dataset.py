@@ -54,7 +54,7 @@ def written(folder: Path, *lines: str) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(600)
 async def test_the_shipped_configuration_learns(tmp_path: Path) -> None:
     """From chance to nearly everything, on rows that were trained on and on those that were held back."""
     run_dir = tmp_path / "run"
@@ -79,7 +79,7 @@ async def test_the_shipped_configuration_learns(tmp_path: Path) -> None:
     assert evaluations[-1]["avg@1"] > 0.8
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(600)
 async def test_scorers_that_start_processes_work_in_env_servers_and_leave_none_behind(tmp_path: Path) -> None:
     """Two servers beside each other; the rows are found beside the configuration."""
     rows = [json.dumps({"question": f"say {number}", "tests": ["assert True"]}) for number in range(20)]
@@ -89,7 +89,7 @@ async def test_scorers_that_start_processes_work_in_env_servers_and_leave_none_b
     assert (summary["sequences"], summary["failures"]) == (16, {})
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(600)
 async def test_a_run_with_bad_rows_does_not_start_and_names_them(tmp_path: Path) -> None:
     """By their lines, in the error that ends it."""
     good = '{"question": "x", "tests": ["assert True"]}'

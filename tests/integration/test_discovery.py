@@ -91,7 +91,7 @@ async def changing_world(directory: Path) -> AsyncIterator[ChangingWorld]:
                 await server.stop(grace_s=0)
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 async def test_members_that_change_all_the_time_and_a_killed_orchestrator_lose_nothing(
     tmp_path: Path,
 ) -> None:
@@ -143,7 +143,6 @@ async def test_the_status_says_where_members_come_from_and_a_person_beats_the_so
         policy,
         [env("Dice", args={"latency_s": 0.01})],
         inference={"base_urls": f"file:{engines}"},
-        max_steps=500,
     )
     record = TrainerRecord()
     async with running_service(config) as running, asyncio.TaskGroup() as group:
@@ -222,7 +221,7 @@ async def test_a_run_whose_members_never_come_ends_like_one_whose_servers_are_no
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_the_benchmark_of_many_members_loses_no_rollout() -> None:
     """The quick size, members that come and go every second included; how fast it is, the benchmark itself tells."""
     one = measure(Size(servers=16, engines=8, inflight=400, latency_s=2.0, for_s=10.0))

@@ -77,7 +77,7 @@ async def test_one_signal_drains_and_saves(tmp_path: Path, policy: str, number: 
             assert (await command.wait_event("run.resumed"))["groups"] == 2
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(600)
 async def test_every_batch_keeps_its_minimums_however_often_a_run_is_stopped(
     tmp_path: Path, policy: str
 ) -> None:
@@ -316,7 +316,7 @@ async def test_an_environment_that_cannot_be_loaded_is_told_with_its_own_frames(
     assert below[-1] == f"its log: {tmp_path / 'run' / 'logs' / 'unloadable-0.log'}"
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(600)
 async def test_a_full_disk_ends_the_run_and_loses_nothing_that_was_recorded(
     tmp_path: Path, policy: str
 ) -> None:

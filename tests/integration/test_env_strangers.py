@@ -10,7 +10,6 @@ from orchestrator.env_servers.env import Env
 from tests.integration.env_servers import (
     ROOT,
     Asked,
-    free_port,
     request,
     result,
     spec,
@@ -19,6 +18,7 @@ from tests.integration.env_servers import (
     supervised,
     until,
 )
+from tests.support.ports import free_port
 from tests.support.zmtp_attacker import accept, connection, fill_and_reset
 
 SERVER_HELD, LINK_HELD = 1002, 10_000

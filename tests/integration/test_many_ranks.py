@@ -15,6 +15,8 @@ from tests.support.trainer_links import make_server
 
 RANKS = 48
 STEPS = 6
+PIECES = 20
+"""Of what ranks and the service say, between two connections that break."""
 
 
 def make_batch(step: int, sequences: int = 2 * RANKS) -> Batch:
@@ -37,35 +39,35 @@ def make_batch(step: int, sequences: int = 2 * RANKS) -> Batch:
 
 
 class BadLine:
-    """A relay in front of the service that breaks connections at random, and may leave messages cut in two."""
+    """A relay in front of the service that breaks connections at random, and may leave messages cut in two.
+
+    One breaks with every so many pieces that pass, not with time: what a slow machine does meanwhile would never be enough.
+    """
 
     def __init__(self, target: str) -> None:
         host, _, port = target.removeprefix("tcp://").rpartition(":")
         self._target = (host, int(port))
         self._rng = random.Random(3)
         self._open: list[asyncio.StreamWriter] = []
+        self._passed = 0
         self.broken = 0
 
     @asynccontextmanager
     async def relaying(self) -> AsyncIterator[str]:
         """The address that stands for the service's, as long as the block lasts."""
-        async with asyncio.TaskGroup() as tasks:
-            server = await asyncio.start_server(self._pass_on, "127.0.0.1", 0)
-            breaking = tasks.create_task(self._break())
-            try:
-                yield f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-            finally:
-                breaking.cancel()
-                server.close()
-                for writer in self._open:
-                    writer.transport.abort()
+        server = await asyncio.start_server(self._pass_on, "127.0.0.1", 0)
+        try:
+            yield f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        finally:
+            server.close()
+            for writer in self._open:
+                writer.transport.abort()
 
-    async def _break(self) -> None:
-        while True:
-            await asyncio.sleep(0.02)
-            if self._open:
-                self._rng.choice(self._open).transport.abort()
-                self.broken += 1
+    def _on_piece(self) -> None:
+        self._passed += 1
+        if self._passed % PIECES == 0:
+            self._rng.choice(self._open).transport.abort()
+            self.broken += 1
 
     async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         there, back = await asyncio.open_connection(*self._target)
@@ -74,8 +76,8 @@ class BadLine:
         try:
             with suppress(OSError):
                 async with asyncio.TaskGroup() as tasks:
-                    tasks.create_task(_copy(reader, back))
-                    tasks.create_task(_copy(there, writer))
+                    tasks.create_task(self._copy(reader, back))
+                    tasks.create_task(self._copy(there, writer))
         except BaseExceptionGroup as errors:
             if errors.split((OSError, EOFError))[1] is not None:
                 raise
@@ -84,15 +86,15 @@ class BadLine:
                 self._open.remove(end)
                 end.transport.abort()
 
+    async def _copy(self, source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
+        while data := await source.read(1000):
+            target.write(data)
+            await target.drain()
+            self._on_piece()
+        raise EOFError
 
-async def _copy(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
-    while data := await source.read(1000):
-        target.write(data)
-        await target.drain()
-    raise EOFError
 
-
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(600)
 async def test_ranks_whose_connections_break_again_and_again_miss_and_repeat_nothing() -> None:
     """Every rank gets every step once and in order, and together they get every sequence once."""
     given: dict[int, list[int]] = {rank: [] for rank in range(RANKS)}

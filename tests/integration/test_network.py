@@ -21,7 +21,7 @@ from tests.support.network import missing
 
 pytestmark = [
     pytest.mark.skipif(bool(missing()), reason=missing() or "-"),
-    pytest.mark.timeout(240),
+    pytest.mark.timeout(600),
 ]
 
 LONG_S = [float(text) for text in os.environ.get("NETWORK_S", "").split()]

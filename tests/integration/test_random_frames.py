@@ -14,9 +14,10 @@ from orchestrator.local.server import run_policy_server
 from orchestrator.trainer import AsyncTrainerClient
 from orchestrator.trainer.protocol import Ack, Join, Next, Publish
 from orchestrator.trainer.protocol import encode as encode_for_trainer
-from tests.integration.env_servers import MODULE, free_port, start_server, stop_started, until
+from tests.integration.env_servers import MODULE, start_server, stop_started, until
 from tests.integration.recording_trainer import TrainerRecord, describe
 from tests.integration.service_fixture import env, make_config, running_service
+from tests.support.ports import free_port
 
 TOKEN = "let me in"
 FOR_TRAINERS = [
@@ -109,7 +110,7 @@ async def run_under_fire(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count:
     assert os.path.getsize(tmp_path / "elsewhere.log") < 5_000_000  # noqa: PTH202, ASYNC240  a local file
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(600)
 async def test_a_run_goes_on_under_random_frames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At the trainer's port and at an env server's: no rank is disturbed, no process ends, the logs stay small."""
     await run_under_fire(tmp_path, monkeypatch, 5_000)

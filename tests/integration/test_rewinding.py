@@ -12,8 +12,8 @@ from orchestrator.errors import TrainerLinkError
 from orchestrator.journal import JournalReader
 from orchestrator.local.server import run_policy_server
 from orchestrator.trainer import AsyncTrainerClient
-from tests.bridges.test_prime_rl_zmq import two_free_ports
 from tests.integration.service_fixture import Command, env, settings, write_config
+from tests.support.ports import free_port
 
 RAN = 5
 BACK_TO = 2
@@ -53,7 +53,7 @@ async def train(address: str, steps: int, **options: Any) -> list[int]:
 
 async def test_a_trainer_may_have_the_run_set_back(tmp_path: Path, url: str) -> None:
     """The service restarts by itself behind the step that the trainer has; the trainer only waits. The run then goes on to its end."""
-    address = f"tcp://127.0.0.1:{two_free_ports()}"
+    address = f"tcp://127.0.0.1:{free_port()}"
     config = configured(tmp_path, url, bind=address)
     async with await Command.start("run", config, logs=tmp_path) as command:
         assert await train(address, RAN) == list(range(1, RAN + 1))

@@ -74,21 +74,24 @@ async def test_a_run_that_keeps_no_archive_is_read_from_its_journal(tmp_path: Pa
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(600)
 async def test_a_killed_run_is_readable_and_goes_on_without_doubling_a_row(tmp_path: Path) -> None:
     """Also while it runs; every group of every batch of both processes has one row, under its step."""
     run_dir = tmp_path / "run"
     arguments = ("run", QUICKSTART, "--run_dir", run_dir, "--max_steps", "10")
     async with await Command.start(*arguments, logs=tmp_path / "logs") as command:
         await command.wait_event("trainer.version_published", 4)
-        with RolloutReader(run_dir) as reader:
-            before = {one.id for one in reader.groups(outcome="trained", texts=False)}
+
+        def trained() -> set[str]:
+            with RolloutReader(run_dir) as reader:
+                return {one.id for one in reader.groups(outcome="trained", texts=False)}
+
+        await until(lambda: bool(trained()))  # the archive is written a moment later
+        before = trained()
         command.send(signal.SIGKILL)
         await command.wait()
         await until(lambda: not command.processes())
-    assert before
-    with RolloutReader(run_dir) as reader:
-        assert before <= {one.id for one in reader.groups(outcome="trained", texts=False)}
+    assert before <= trained()
     command = await run_command(*arguments, logs=tmp_path / "logs")
     assert command.process.returncode == 0, command.errors()[-3000:]
     assert not command.events("archive.moved_aside")

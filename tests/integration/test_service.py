@@ -279,8 +279,13 @@ async def test_a_continued_run_still_knows_its_earlier_evaluations(
     )
     async with running_service(config) as running, asyncio.TaskGroup() as group:
         run = running.service.run
-        training = group.create_task(train_here(running.address, record, think_s=0.3))
-        await until(lambda: bool(run.parts.eval_sink.results))
+
+        async def evaluated(step: int) -> None:
+            """No version comes before the first result, which would put the next evaluation off."""
+            await until(lambda: bool(run.parts.eval_sink.results))
+
+        training = group.create_task(train_here(running.address, record, before_publishing=evaluated))
+        await evaluated(0)
         training.cancel()
     async with running_service(config) as running, asyncio.TaskGroup() as group:
         group.create_task(train_here(running.address, record))

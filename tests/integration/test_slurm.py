@@ -5,17 +5,16 @@ orchestrator, the env servers with their keys, an engine and a trainer of two ra
 """
 
 import asyncio
-import contextlib
 import os
 import signal
-import socket
 import stat
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.integration.env_servers import ROOT, free_port, until
+from tests.integration.env_servers import ROOT, until
+from tests.support.ports import free_port, free_ports
 
 SCRIPT = ROOT / "deploy" / "slurm" / "run.sbatch"
 SCONTROL = "#!/bin/sh\nprintf '%s\\n' $NODES\n"
@@ -107,7 +106,7 @@ class Cluster:
     async def submit(self, *arguments: str, **environ: str) -> asyncio.subprocess.Process:
         """Start the job, as `sbatch` would have it started on its first node."""
         # Both env servers have a port, one behind the other.
-        ports = {"ENGINE_PORT": free_port(), "ENV_PORT": free_pair(), "TRAINER_PORT": free_port()}
+        ports = {"ENGINE_PORT": free_port(), "ENV_PORT": free_ports(2), "TRAINER_PORT": free_port()}
         numbers = {name: str(port) for name, port in ports.items()}
         overrides = [word for key, value in OVERRIDES.items() for word in (f"--{key}", value)]
         return await asyncio.create_subprocess_exec(
@@ -132,16 +131,6 @@ class Cluster:
         )
 
 
-def free_pair() -> int:
-    """A port that nobody uses, as nobody does the one behind it."""
-    while True:
-        with socket.socket() as one, socket.socket() as other, contextlib.suppress(OSError, OverflowError):
-            one.bind(("", 0))
-            port: int = one.getsockname()[1]
-            other.bind(("", port + 1))
-            return port
-
-
 def kill(*jobs: asyncio.subprocess.Process) -> None:
     """End what is left of them."""
     for job in jobs:
@@ -156,7 +145,7 @@ async def ended(job: asyncio.subprocess.Process) -> tuple[int, str]:
     return await job.wait(), said
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(600)
 async def test_a_job_that_runs_out_of_time_drains_and_the_next_goes_on_with_its_run(tmp_path: Path) -> None:
     """SIGTERM to the script ends all of it in good order; the same directory again goes on behind the last step."""
     cluster = Cluster(tmp_path)
@@ -179,7 +168,7 @@ async def test_a_job_that_runs_out_of_time_drains_and_the_next_goes_on_with_its_
     assert (cluster.run_dir / "keys" / "server.secret").stat().st_mode & 0o077 == 0
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(600)
 async def test_env_servers_have_a_node_of_their_own_and_an_engine_that_died_is_started_again(
     tmp_path: Path,
 ) -> None:

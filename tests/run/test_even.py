@@ -49,7 +49,7 @@ def mean_age(world: TestedWorld) -> float:
     return sum(age * count for age, count in world.ages().items()) / world.ages().total()
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("max_versions", "losses"), [(0, False), (2, False), (2, True), (4, False), (4, True)]
 )
@@ -63,13 +63,13 @@ def test_every_batch_follows_the_mix_though_one_env_is_slow_and_loses_groups(
     assert not world.journal.evicted, "nothing that was finished is thrown away"
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_oldest_first_follows_the_mix_over_many_batches_only() -> None:
     """What each batch has is decided by who finishes first; this is what the other setting is for."""
     assert off_target(played("oldest", 2)) > 5
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_without_staleness_a_lost_group_does_not_hold_its_batch_up() -> None:
     """There is one batch at a time, and whoever is quickest fills the place of what was lost, as with oldest first."""
     even, oldest = played("even", 0), played("oldest", 0)
@@ -77,7 +77,7 @@ def test_without_staleness_a_lost_group_does_not_hold_its_batch_up() -> None:
     assert off_target(even) <= off_target(oldest) + 0.5
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_while_every_slot_is_busy_the_mix_costs_neither_speed_nor_freshness() -> None:
     """With fewer slots than the pace allows, as much is trained on in the same time, and no older."""
     even, oldest = played("even", 2, slots=64), played("oldest", 2, slots=64)
@@ -86,7 +86,7 @@ def test_while_every_slot_is_busy_the_mix_costs_neither_speed_nor_freshness() ->
     assert mean_age(even) <= mean_age(oldest) + 0.05
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_an_env_that_delivers_nothing_takes_no_batch_with_it() -> None:
     """Its share goes to the others, whether it loses everything or has no server."""
     settings = make_settings(
@@ -122,7 +122,7 @@ def test_what_is_carried_over_survives_the_death_of_the_process() -> None:
     assert world.play(until=lambda: world.steps() >= 20)
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("publish_every", [5, 10**9], ids=["seldom", "never"])
 @pytest.mark.parametrize("slots", [96, 512])
 def test_the_mix_does_not_drift_where_the_trainer_publishes_seldom(publish_every: int, slots: int) -> None:

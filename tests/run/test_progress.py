@@ -26,7 +26,7 @@ search: dict[str, Any] = {
 }
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @settings(max_examples=50, **search)
 @given(scenario=scenarios())
 def test_any_run_finishes_with_exact_batches(scenario: Scenario) -> None:
@@ -55,7 +55,7 @@ def throws_nothing_away(scenario: Scenario) -> None:
     assert thrown_away(played) == []
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @settings(max_examples=20, derandomize=True, **search)
 @given(scenario=scenarios(**calm))
 def test_pace_throws_nothing_away(scenario: Scenario) -> None:
@@ -356,7 +356,7 @@ def test_one_rollout_in_fifty_that_hangs_holds_no_batch_for_long() -> None:
     assert played.world.now < 1200.0
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @settings(max_examples=25, **search)
 @given(scenario=steered())
 def test_a_run_that_a_person_keeps_changing_finishes(scenario: Scenario) -> None:

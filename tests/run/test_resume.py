@@ -49,7 +49,7 @@ def check_positions(world: TestedWorld) -> None:
             assert position in ended[env] or 0 < trained[env][position] <= size
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @quick
 @given(
     seed=st.integers(0, 1000),
@@ -96,7 +96,7 @@ def test_a_process_that_dies_between_publishing_and_acknowledging_knows_that_the
     assert list(world._offered) == [1]
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @settings(max_examples=8, deadline=None)
 @given(
     seed=st.integers(0, 1000),

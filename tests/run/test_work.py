@@ -85,7 +85,7 @@ def test_quotas_of_groups_of_many_sizes_are_bounded_work(work: Work) -> None:
     assert work.most_calls > 100, "it counts"
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
 @given(scenario=scenarios())
 def test_any_decision_is_bounded_work(work: Work, scenario: Scenario) -> None:

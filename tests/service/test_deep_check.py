@@ -14,7 +14,7 @@ from orchestrator.local.server import run_policy_server
 from orchestrator.service.deep_check import Findings, look_deep
 from tests.integration.service_fixture import write_config
 from tests.support.inference_engine import ScriptedEngine
-from tests.support.snippets import free_port
+from tests.support.ports import free_port
 
 MODULE = """
 from envs import Environment

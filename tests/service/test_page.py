@@ -201,7 +201,7 @@ def test_report_writes_one_file(run_dir: Path, tmp_path: Path, capsys: pytest.Ca
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_a_run_of_ten_thousand_steps_and_a_million_rollouts_is_shown(tmp_path: Path) -> None:
     """What the page is sent is bounded, whatever the run's length; the times are printed."""
     write_journal(tmp_path, (step_record(step) for step in range(1, 10_001)))

@@ -2,7 +2,6 @@
 
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -37,9 +36,3 @@ def run_all(script: str, where: Path) -> subprocess.CompletedProcess[str]:
         text=True,
         check=False,
     )
-
-
-def free_port() -> int:
-    """A port of this machine that nobody uses at the moment."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])

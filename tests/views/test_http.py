@@ -479,12 +479,12 @@ def test_an_answer_that_is_read_outlives_the_idle_time(new_loop: Any) -> None:
         app = App(token=None)
         app.add("GET", "/api/events", _count_slowly)
         async with (
-            serving_app(app, idle_s=0.4) as site,
+            serving_app(app, idle_s=1.5) as site,
             aiohttp.ClientSession() as session,
             session.get(f"{site.address}/api/events") as reply,
         ):
             async for piece in reply.content:
-                if int(piece) == 20:
+                if int(piece) == 40:  # two seconds and more
                     break
 
     with asyncio.Runner(loop_factory=new_loop) as runner:

@@ -21,7 +21,7 @@ import pytest
 
 from tests.integration.env_servers import ROOT
 from tests.integration.service_fixture import Command, run_command
-from tests.support.snippets import free_port
+from tests.support.ports import free_port
 from tests.vllm.engine import HOME, SERVE, VllmEngine, children, running_engine
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(3600)]
