@@ -50,6 +50,7 @@ class Connection:
         self._on_disconnected = on_disconnected
         socket = context.socket(zmq.DEALER)
         self._zmq = socket
+        monitor: zmq.Socket[bytes] | None = None
         try:
             _prepare(socket, address, keys)
             monitor = socket.get_monitor_socket(_EVENTS)
@@ -57,6 +58,8 @@ class Connection:
             socket.connect(address)
         except zmq.ZMQError:
             socket.disable_monitor()
+            if monitor is not None:
+                monitor.close(linger=0)
             socket.close(linger=0)
             raise
         loop = asyncio.get_running_loop()
@@ -75,8 +78,10 @@ class Connection:
 
     def close(self, *, linger_ms: int = 0) -> None:
         """Close; what is queued to be sent has `linger_ms` to leave."""
-        self._monitor.close()
+        # In this order: an event that nobody can take any more would block libzmq's thread for ever, with the lock that the
+        # end of monitoring takes, and so all connections and this thread too.
         self._zmq.disable_monitor()
+        self._monitor.close()
         self._socket.close(linger_ms=linger_ms)
 
     def _on_event(self, frames: list[bytes]) -> None:
