@@ -44,10 +44,11 @@ class Registration(msgspec.Struct, frozen=True):
 
 
 class Note(msgspec.Struct):
-    """What is on disk: of which run, the last step that was handed over, the last that was done with, the last of which all but
-    the last byte had arrived, and who took them."""
+    """What is on disk: of which run, and how often that was set back before, the last step that was handed over, the last that was
+    done with, the last of which all but the last byte had arrived, and who took them."""
 
     run: str
+    rewinds: int = 0
     delivered: int = 0
     done: int = 0
     finishing: int = 0
@@ -75,11 +76,13 @@ class Refused:
 class Desk:
     """Hands batches over, in order."""
 
-    def __init__(self, note_path: Path, run: str, *, ahead: int = 0, on_done: Callable[[int], None]) -> None:
+    def __init__(
+        self, note_path: Path, run: str, *, rewinds: int = 0, ahead: int = 0, on_done: Callable[[int], None]
+    ) -> None:
         """A trainer may have so many batches as `ahead` before it is done with the one before them."""
         self._path = note_path
         self._ahead = ahead
-        self._note = _read_note(note_path, run)
+        self._note = _read_note(note_path, run, rewinds)
         self._on_done = on_done
         self._waiting: deque[Served] = deque()
         self._open = 0
@@ -273,12 +276,12 @@ def _error(message: str) -> bytes:
     return json.dumps({"status": "error", "message": message, "batch": []}).encode()
 
 
-def _read_note(path: Path, run: str) -> Note:
-    """What an earlier process noted, if it was of the same run."""
+def _read_note(path: Path, run: str, rewinds: int) -> Note:
+    """What an earlier process noted, if it was of the same run and of the same steps: those that were given up come anew."""
     try:
         note = msgspec.json.decode(path.read_bytes(), type=Note)
     except FileNotFoundError:
-        return Note(run)
+        return Note(run, rewinds)
     except (OSError, msgspec.MsgspecError) as error:
         log.warning(
             "bridge.note_unreadable",
@@ -286,5 +289,5 @@ def _read_note(path: Path, run: str) -> Note:
             error=str(error),
             note="a batch may be handed over twice",
         )
-        return Note(run)
-    return note if note.run == run else Note(run)
+        return Note(run, rewinds)
+    return note if (note.run, note.rewinds) == (run, rewinds) else Note(run, rewinds)

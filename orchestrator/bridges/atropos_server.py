@@ -44,7 +44,7 @@ async def run_bridge(
         def on_done(step: int) -> None:
             intake.done(step)
 
-        desk = Desk(note, trainer.run, ahead=ahead, on_done=on_done)
+        desk = Desk(note, trainer.run, rewinds=trainer.rewinds, ahead=ahead, on_done=on_done)
         intake = Intake(trainer, on_batch=on_batch, on_end=desk.end, ahead=ahead + AHEAD)
         runner = web.AppRunner(build_app(desk), access_log=None, shutdown_timeout=1.0)
         await runner.setup()

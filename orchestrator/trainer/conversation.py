@@ -144,6 +144,12 @@ class Conversation:
         return self._session.welcome.run
 
     @property
+    def rewinds(self) -> int:
+        """How often the run was set back: steps that were given up come again under the same numbers."""
+        assert self._session.welcome is not None, "the client has not joined"
+        return self._session.welcome.rewinds
+
+    @property
     def after(self) -> int:
         """The step behind which iteration goes on."""
         assert self._after is not None, "the client has not joined"

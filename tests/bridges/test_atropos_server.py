@@ -205,6 +205,32 @@ async def test_a_bridge_that_is_killed_at_any_point_loses_and_doubles_nothing(tm
         assert first_tokens(step) in tokens
 
 
+async def test_after_a_rewind_the_steps_that_were_given_up_are_handed_over_anew(tmp_path: Path) -> None:
+    """They have the numbers of steps that the note says are done with, and are other batches."""
+    acked: list[int] = []
+
+    def serve(**options: Any) -> BatchServer:
+        return make_server(bind=f"ipc://{tmp_path}/s", world_size=1, run="r", on_ack=acked.append, **options)
+
+    async with serve() as server:
+        for step in (1, 2, 3):
+            server.offer(make_batch(step))
+        async with bridge(server, tmp_path) as (port, _), trainer_at(port) as trainer:
+            await trainer.register()
+            for _ in range(3):
+                await trainer.take()
+            await until(lambda: acked == [1, 2])
+    async with serve(rewound=(1,), last_step=1) as server:
+        server.offer(make_batch(2))
+        async with bridge(server, tmp_path) as (port, _), trainer_at(port) as trainer:
+            assert (await trainer.get("/batch"))["status"] == "error", (
+                "whoever has what was given up starts anew"
+            )
+            await trainer.register(starting_step=1)
+            assert (await trainer.take())[0]["tokens"][0] == first_tokens(2)
+            assert acked == [1, 2]
+
+
 async def test_a_port_that_is_taken_is_a_clear_error(tmp_path: Path) -> None:
     """Instead of a bridge that nobody reaches."""
     async with make_server(bind=f"ipc://{tmp_path}/s", world_size=1) as server:
