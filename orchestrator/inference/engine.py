@@ -253,7 +253,8 @@ class EngineApi:
                 return response.status, (await response.read()).decode("utf-8", "replace")
         except TimeoutError as error:
             raise EngineError(self.url, f"{call} did not answer within {timeout_s:g} s") from error
-        except (aiohttp.ClientError, OSError) as error:
+        # The last is for a name that no name server could have.
+        except (aiohttp.ClientError, OSError, UnicodeError) as error:
             guess = await self._guess_scheme(error)
             raise EngineError(self.url, f"{call} failed: {_describe(error)}{guess}") from error
 

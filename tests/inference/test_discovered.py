@@ -127,6 +127,18 @@ async def test_a_name_that_answers_nobody_leaves_nobody_and_says_so() -> None:
             assert pool.limit == 7
 
 
+async def test_an_address_that_no_name_server_could_have_keeps_nobody_else_out() -> None:
+    """A file may name anything: what cannot even be looked up is out of service like any server that is away."""
+    async with ScriptedEngine() as engine:
+        name = Name(engine)
+        pool = name.pool()
+        async with running(pool) as wait:
+            name.urls = [engine.base_url, "http://vllm..rl.svc:8000/v1"]
+            await wait(lambda: len(pool.endpoints) == 2 and pool.endpoints[1].checks_failed > 1)
+            assert "label empty or too long" in pool.endpoints[1].error
+            assert [endpoint.url for endpoint in pool.ready] == [engine.base_url]
+
+
 async def test_a_name_that_cannot_be_resolved_removes_nobody() -> None:
     """A resolver that fails says nothing about the servers."""
     async with ScriptedEngine() as engine:
