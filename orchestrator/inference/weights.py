@@ -12,7 +12,9 @@ itself failed the weights are unknown, so the requests in flight are aborted fir
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 import structlog
 
@@ -24,6 +26,8 @@ from orchestrator.inference.lora import VLLM_LORA
 from orchestrator.inference.recipe import UpdateRequest, WeightUpdate, WeightUpdateError
 
 log = structlog.get_logger(__name__)
+
+T = TypeVar("T")
 
 _PAUSE_PART = 0.5
 """Of the time for an update, what a pause may take. If all of it ran out first, nobody could tell that the engine was never
@@ -45,13 +49,50 @@ def build_weight_update(spec: str) -> WeightUpdate:
     except ImportReferenceError as error:
         raise ConfigError(str(error)) from error
     if isinstance(found, WeightUpdate):
-        return found
+        return _guarded(found)
     if not callable(found):
         raise ConfigError(
             f'inference.weight_update: "{spec}" is of type {type(found).__name__}; '
             f"it must be an async function that takes an UpdateRequest, or a WeightUpdate"
         )
     return WeightUpdate(name=spec, apply=found)
+
+
+def _guarded(recipe: WeightUpdate) -> WeightUpdate:
+    """A user's own recipe: whatever its code raises speaks against one engine or one folder, and does not end the run.
+
+    `apply` is the sync's to guard.
+    """
+
+    def on_engine(
+        call: Callable[[EngineApi], Awaitable[T]] | None, what: str
+    ) -> Callable[[EngineApi], Awaitable[T]] | None:
+        if call is None:
+            return None
+
+        async def guarded(engine: EngineApi) -> T:
+            try:
+                return await call(engine)
+            except EngineError:
+                raise
+            except Exception as error:
+                said = f"{what} of weight update {recipe.name} raised {type(error).__name__}: {error}"
+                raise EngineError(engine.url, said) from error
+
+        return guarded
+
+    def find_problem(folder: Path) -> str:
+        try:
+            return recipe.find_problem(folder)
+        except Exception as error:  # noqa: BLE001  see above
+            return f"{folder} cannot be looked at: find_problem of weight update {recipe.name} raised {type(error).__name__}: {error}"
+
+    return replace(
+        recipe,
+        admit=on_engine(recipe.admit, "admit"),
+        read_label=on_engine(recipe.read_label, "read_label"),
+        find_problem=find_problem,
+    )
 
 
 SENT = "(sent by the trainer)"

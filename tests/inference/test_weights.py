@@ -36,6 +36,36 @@ async def failing_update(request: UpdateRequest) -> None:
     raise KeyError("rank 3")
 
 
+puzzling: set[str] = set()
+"""Engines, and folders, that the recipe below does not know what to make of."""
+
+
+async def admit_careless(engine: EngineApi) -> None:
+    assert engine.url not in puzzling
+
+
+async def read_careless(engine: EngineApi) -> str | None:
+    label: str = (await engine.get("/weight_info"))[
+        "no such key" if engine.url in puzzling else "weight_version"
+    ]
+    return label
+
+
+def look_careless(folder: Path) -> str:
+    return {name: "" for name in [str(folder)] if name not in puzzling}[str(folder)]
+
+
+careless = WeightUpdate(
+    name="careless",
+    apply=build_weight_update("vllm").apply,
+    needs_path=True,
+    admit=admit_careless,
+    read_label=read_careless,
+    find_problem=look_careless,
+)
+"""A user's own recipe with a bug in every other part."""
+
+
 not_callable = 3
 
 
@@ -78,6 +108,30 @@ async def test_a_version_of_another_model_is_refused_and_the_last_one_stays(tmp_
         with pytest.raises(WeightUpdateError, match=r"version 2: .*other is of another model: its \"w\" is"):
             await pool.check_version(2, str(other))
         assert (engine.weights, pool.version) == (str(first), 1)
+
+
+async def test_a_bug_in_a_recipe_of_the_users_own_costs_an_engine_or_a_version_and_not_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one in its `apply` does: what it raises is said of the engine, or of the folder."""
+    monkeypatch.setattr(f"{__name__}.puzzling", set())
+    folder = str(folder_of_weights(tmp_path))
+    async with ScriptedEngine() as one, ScriptedEngine() as other:
+        pool = build_pool(one, other, update=f"{__name__}:careless")
+        async with running(pool) as wait:
+            await pool.update_weights(1, folder)
+            puzzling.add(one.base_url)
+            await wait(lambda: [endpoint.url for endpoint in pool.ready] == [other.base_url])
+            await wait(
+                lambda: "admit of weight update careless raised AssertionError" in pool.endpoints[0].error
+            )
+            puzzling.add(folder)
+            with pytest.raises(
+                WeightUpdateError, match=r"find_problem of weight update careless raised KeyError"
+            ):
+                await pool.check_version(2, folder)
+            puzzling.clear()
+            await wait(lambda: len(pool.ready) == 2)
 
 
 async def test_sglang_aborts_loads_with_a_flushed_cache_and_goes_on(tmp_path: Path) -> None:
