@@ -121,15 +121,16 @@ class Members:
                 log.info("env.server_left", env=self._env, server=member.slot.name, address=member.address)
 
     async def wait_first(self, timeout_s: float) -> None:
-        """Follow the sources until a server is ready; EnvStartupError when none is in time."""
+        """Follow the sources, and attend to every server, until one is ready; EnvStartupError when none is in time."""
         try:
-            async with asyncio.timeout(timeout_s), asyncio.TaskGroup() as group:
-                following = self._membership.follow(group)
+            async with asyncio.timeout(timeout_s), asyncio.TaskGroup() as self._group:
+                following = self._membership.follow(self._group)
                 while not self._available():
                     self._changed.clear()
                     self._refuse_if_all_refuse()
                     await self._changed.wait()
-                for task in following:
+                attending = [member.attending for member in self._members.values()]
+                for task in [*following, *filter(None, attending)]:
                     task.cancel()
         except TimeoutError:
             raise EnvStartupError(
@@ -137,6 +138,8 @@ class Members:
             ) from None
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
+        finally:
+            self._group = None
 
     def _refuse_if_all_refuse(self) -> None:
         """Waiting does not help where every server that is named cannot be used."""

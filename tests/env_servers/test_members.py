@@ -312,6 +312,28 @@ async def test_a_start_without_a_server_says_what_the_source_says(
     assert said in str(error.value)
 
 
+async def test_a_start_reaches_a_server_again_that_restarts_while_it_loads(world: World) -> None:
+    """At the same address, as a container or a person restarts it: the start goes on as soon as it is ready."""
+    first = world.start("a")
+    first.obliging = False
+    world.name("a")
+    env = world.env()
+    await env.spawn()
+    try:
+        async with asyncio.TaskGroup() as group:
+            connecting = group.create_task(env.connect())
+            await first.hears(wire.Hello)
+            first.say(wire.Welcome(wire.PROTOCOL, "e", 1, "here"))
+            await first.hears(wire.Ping)
+            first.close()
+            world.start("a")
+            async with asyncio.timeout(10):
+                await connecting
+        assert env.available
+    finally:
+        await env.shutdown()
+
+
 async def test_a_start_waits_for_a_name_that_answers_later(world: World) -> None:
     """The servers may come up after the run."""
     world.named = LookupFailed("no resolver yet")
