@@ -140,9 +140,20 @@ def find_base_problem(adapter: Path, base: Path) -> str:
         layer = name.removesuffix(_HALF)
         size = sizes.get(f"{layer.removeprefix('base_model.model.')}.weight")
         high = halves.get(f"{layer}.lora_B.weight", (0,))[0]
-        if size is not None and size != (high, wide):
+        # A quantised model has several numbers in one of another size, whose count says nothing.
+        if size is not None and size != (high, wide) and not _is_quantised(base):
             return f'{adapter} is for another model: its "{layer}" is {high} x {wide}, that of {base} {size[0]} x {size[-1]}'
     return ""
+
+
+def _is_quantised(base: Path) -> bool:
+    """Whether a model's folder says that its weights are packed; one that says nothing is taken as it is."""
+    if (base / "hf_quant_config.json").is_file():
+        return True
+    try:
+        return "quantization_config" in json.loads((base / "config.json").read_bytes())
+    except (OSError, *_MALFORMED):
+        return False
 
 
 def _misfit(shapes: Shapes, rank: int | None) -> str:

@@ -13,7 +13,7 @@ from orchestrator.inference import (
     EngineUnfitError,
     WeightUpdateError,
 )
-from orchestrator.inference.checkpoint import find_adapter_problem
+from orchestrator.inference.checkpoint import find_adapter_problem, find_base_problem
 from tests.support.inference_engine import ScriptedEngine, folder_of_adapter, folder_of_weights
 from tests.support.inference_pool import build_pool, rounds, running
 
@@ -170,6 +170,21 @@ async def test_an_adapter_of_another_model_is_refused_where_the_models_folder_ca
             assert engine.adapters == {}
             write(high=2)
             assert (await pool.update_weights(2, str(adapter))).failed == {}
+
+
+@pytest.mark.parametrize("says", ["config.json", "hf_quant_config.json"])
+def test_an_adapter_fits_a_quantised_model_whatever_the_size_of_its_packed_weights(
+    tmp_path: Path, says: str
+) -> None:
+    """Two numbers are in a byte there, and all of them in one column."""
+    adapter, base = folder_of_adapter(tmp_path), tmp_path / "base"
+    base.mkdir()
+    name = "model.layers.0.self_attn.q_proj.weight"
+    header = json.dumps({name: {"dtype": "U8", "shape": [2, 1], "data_offsets": [0, 2]}}).encode()
+    (base / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(2))
+    assert "is for another model" in find_base_problem(adapter, base)
+    (base / says).write_text(json.dumps({"quantization_config": {"quant_method": "bitsandbytes"}}))
+    assert find_base_problem(adapter, base) == ""
 
 
 def _no_config(folder: Path) -> None:
