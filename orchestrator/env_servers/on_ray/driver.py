@@ -101,13 +101,15 @@ class Driver:
                     library, order.instructions, order.python, order.path, order.environ
                 )
                 node = await _placed(ray, starting, order, log)
-                code, rest = None, b""
+                code, rest, address = None, b"", ""
                 while code is None:
                     said, code = await made.output.remote()
                     log.write(said)
+                    if address:
+                        continue  # no line is looked for any more: a progress bar has no end of a line for days
                     *lines, rest = (rest + said).split(b"\n")
                     for line in lines:
-                        if _LISTENING in line and (address := _address_in(line)):
+                        if _LISTENING in line and not address and (address := _address_in(line)):
                             self.tell(Listening(order.key, address, node))
             ended = Ended(order.key, code)
         except Exception as error:  # noqa: BLE001  whatever Ray says of an actor or its node that is gone
