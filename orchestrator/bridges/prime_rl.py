@@ -11,10 +11,11 @@ Written from what its trainer reads at commit 559b447. A shared disk tells nobod
 
 import asyncio
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import structlog
 
@@ -24,6 +25,8 @@ from orchestrator.bridges.prime_rl_zmq import Publisher
 from orchestrator.trainer import AsyncTrainerClient, TrainingBatch
 
 log = structlog.get_logger("bridge")
+
+T = TypeVar("T")
 
 POLL_S = 1.0
 NOTE = "orchestrator_bridge.json"
@@ -89,16 +92,18 @@ class Delivery(Protocol):
 class Files:
     """Batches as files, which the trainer finds by their number."""
 
-    def __init__(self, exchange: Exchange) -> None:
+    def __init__(self, exchange: Exchange, *, poll_s: float) -> None:
         self._exchange = exchange
+        self._poll_s = poll_s
 
     async def give(self, batch: TrainingBatch) -> None:
-        await asyncio.to_thread(self._exchange.write, batch)
+        # The trainer's launcher may delete the folder meanwhile, and a shared disk comes and goes.
+        await _until_it_can(partial(self._exchange.write, batch), self._poll_s)
         log.info("bridge.handed_over", step=batch.step, sequences=len(batch))
 
     async def look(self, trained: int, given: Sequence[TrainingBatch]) -> None:
         for batch in list(given):
-            if not await asyncio.to_thread(self._exchange.has, batch.step):
+            if not await _until_it_can(partial(self._exchange.has, batch.step), self._poll_s):
                 # The trainer's launcher has deleted it, because the trainer goes on from a checkpoint.
                 await self.give(batch)
 
@@ -138,7 +143,9 @@ async def run_bridge(
     wake = asyncio.Event()
     async with trainer:
         if listen is None:
-            await _Feed(trainer, exchange, Files(exchange), wake, rewind=rewind, poll_s=poll_s).run()
+            await _Feed(
+                trainer, exchange, Files(exchange, poll_s=poll_s), wake, rewind=rewind, poll_s=poll_s
+            ).run()
             return
         publisher = Publisher(
             *listen, ranks=exchange.ranks, note=exchange.note, run=trainer.run, on_change=wake.set
@@ -240,4 +247,17 @@ class _Feed:
         await self._delivery.look(step, self._given)
 
     async def _newest(self) -> tuple[int, Path] | None:
-        return await asyncio.to_thread(self._exchange.newest_weights)
+        return await _until_it_can(self._exchange.newest_weights, self._poll_s)
+
+
+async def _until_it_can(look: Callable[[], T], poll_s: float) -> T:
+    """What blocks and needs the shared disk, again and again while that cannot be used."""
+    said = ""
+    while True:
+        try:
+            return await asyncio.to_thread(look)
+        except OSError as error:
+            if str(error) != said:
+                said = str(error)
+                log.warning("bridge.directory_unusable", error=said)
+        await asyncio.sleep(poll_s)

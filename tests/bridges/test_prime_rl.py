@@ -219,6 +219,40 @@ async def test_a_trainer_may_go_back_while_the_bridge_goes_on(tmp_path: Path) ->
             assert contents(out).items() <= files.items()
 
 
+async def test_a_directory_that_cannot_be_used_for_a_while_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A launcher deletes the folder that is just being written to, and a shared disk has its moments."""
+    acked: list[int] = []
+    out = tmp_path / "out"
+    failures = {"share_out": 2, "newest_weights": 3}
+
+    def failing(name: str) -> None:
+        real = getattr(Exchange, name)
+
+        def call(self: Exchange, *arguments: Any) -> Any:
+            if not failures[name]:
+                return real(self, *arguments)
+            failures[name] -= 1
+            if name == "share_out":
+                shutil.rmtree(out / "rollouts")
+                return real(self, *arguments)
+            raise OSError(116, "Stale file handle")
+
+        monkeypatch.setattr(Exchange, name, call)
+
+    for name in failures:
+        failing(name)
+    async with make_server(bind=f"ipc://{tmp_path}/s", world_size=1, on_ack=acked.append) as server:
+        server.offer(make_batch(1))
+        async with bridge(server, out) as task:
+            await until(lambda: task.done() or (out / "rollouts" / "step_1" / "rank_1.bin").exists())
+            assert not task.done()
+            assert set(failures.values()) == {0}
+            broadcast(out, 1)
+            await until(lambda: acked == [1])
+
+
 async def test_a_trainer_that_goes_back_too_far_has_the_run_set_back_where_that_is_allowed(
     tmp_path: Path,
 ) -> None:
