@@ -2,7 +2,7 @@
 
 A rank that goes on from an old checkpoint while another is further on would train on other batches than that one, so until the
 last rank has asked the others wait, and a rank that asks for another batch instead has them refused. No I/O: whether it can be done, and
-doing it, is `begin`'s, which calls back with a reason where it cannot.
+doing it, is `begin`'s, which asks back once it knows: somebody may have changed their mind meanwhile.
 """
 
 from collections.abc import Callable
@@ -15,11 +15,11 @@ from orchestrator.trainer_link.ranks import Rank
 
 log = structlog.get_logger("trainer")
 
-Begin = Callable[[int, Callable[[str], None]], None]
-"""Sets the run back to a step, or calls back with the reason why that cannot be."""
+Begin = Callable[[int, Callable[[str], bool]], None]
+"""Finds out what stands in the way of a step, calls back with it (empty: nothing), and sets the run back where that says so."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Asked:
     """A request for the batch behind a step, which waits."""
 
@@ -52,7 +52,16 @@ class Rewinds:
             log.warning("trainer.rewind_waits", to_step=step, asked_by=list(steps), waits_for=missing)
             return
         log.warning("trainer.rewind_asked", to_step=step)
-        self._begin(step, self._refuse)
+        asked = dict(self._asked)
+
+        def decide(obstacle: str) -> bool:
+            if self._asked != asked:
+                return False  # refused meanwhile, or asked anew: then that is what counts
+            if obstacle:
+                self._refuse(obstacle)
+            return not obstacle
+
+        self._begin(step, decide)
 
     def went_on(self, number: int, after: int) -> None:
         """A rank asks for the batch behind a step, whatever others ask for."""

@@ -273,7 +273,7 @@ class BatchServer:
         self._encoded[number] = ((step, rank.protocol), frames)
         self._link.send(peer, [encode(Served(request_id, step)), *frames])
 
-    def _begin_rewind(self, step: int, refuse: Callable[[str], None]) -> None:
+    def _begin_rewind(self, step: int, decide: Callable[[str], bool]) -> None:
         """Look in the thread whether it can be done, so that nothing is stopped in vain."""
         assert self._find_obstacle is not None
 
@@ -286,9 +286,7 @@ class BatchServer:
                 # Whatever it was, the ranks wait for an answer, and somebody must be able to find out.
                 log.exception("trainer.rewind_failed", to_step=step)
                 obstacle = f"the run cannot be set back to step {step}: {error}"
-            if obstacle:
-                refuse(obstacle)
-            else:
+            if decide(obstacle):
                 self._on_rewind(step)
 
         self._loop.run_in_executor(self._threads, self._find_obstacle, step).add_done_callback(looked)

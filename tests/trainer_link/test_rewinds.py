@@ -35,14 +35,14 @@ class Rewindable(Service):
 
     def __init__(self, world_size: int, **options: Any) -> None:
         self.begun: list[int] = []
-        self.refuse: Callable[[str], None] = lambda reason: None
+        self.decide: Callable[[str], bool] = lambda obstacle: False
         super().__init__(world_size, last_step=LAST, **{"begin_rewind": self._begin, **options})
         for rank in range(world_size):
             self.join(rank)
 
-    def _begin(self, step: int, refuse: Callable[[str], None]) -> None:
+    def _begin(self, step: int, decide: Callable[[str], bool]) -> None:
         self.begun.append(step)
-        self.refuse = refuse
+        self.decide = decide
 
     def ask(self, rank: int, after: int, *, rewind: bool = True) -> None:
         self.sent.clear()
@@ -59,6 +59,22 @@ def test_the_run_is_set_back_when_every_rank_asks_for_the_same_step() -> None:
     assert (service.begun, service.refused()) == ([], {})
     service.ask(1, 3)
     assert (service.begun, service.refused()) == ([3], {})
+    assert service.decide("")
+
+
+def test_a_rank_that_goes_on_while_it_is_looked_into_has_it_refused() -> None:
+    """What was refused is not carried out a moment later; asked for anew, it is."""
+    service = Rewindable(2)
+    for rank in (0, 1):
+        service.ask(rank, 3)
+    looked_into = service.decide
+    service.ask(1, LAST, rewind=False)
+    assert "rank 1 goes on with step 10" in service.refused()[b"peer0"]
+    assert not looked_into("")
+    for rank in (0, 1):
+        service.ask(rank, 3)
+    assert not looked_into("")
+    assert service.decide("")
 
 
 def test_ranks_that_do_not_agree_are_refused_with_their_numbers() -> None:
@@ -107,7 +123,7 @@ def test_what_stands_in_the_way_is_told_to_all() -> None:
     for rank in (0, 1):
         service.ask(rank, 3)
     service.sent.clear()
-    service.refuse("the weights are gone")
+    assert not service.decide("the weights are gone")
     assert service.refused() == {b"peer0": "the weights are gone", b"peer1": "the weights are gone"}
     for rank in (0, 1):
         service.ask(rank, 5)
