@@ -27,7 +27,7 @@ from orchestrator.buffer.rules import (
     TokenRule,
     describe_misfit,
 )
-from orchestrator.buffer.splitting import Cut, cut_overshoots, plan_cuts
+from orchestrator.buffer.splitting import Cut, cut_overshoots, plan_cuts, whole_groups
 
 T = TypeVar("T")
 
@@ -376,6 +376,9 @@ class BatchBuffer(Generic[T]):
         if isinstance(rule, ExactRule) and most and good(choice := rule.choose(envs, least, most)):
             return choice
         if good(choice := rule.choose(envs, least)):
+            return choice
+        # Of several envs a part of a group each may be too much together, where whole groups of some of them would do.
+        if fits is not None and good(choice := rule.choose(envs, whole_groups(envs, least))):
             return choice
         if self._split is not None:
             choice = self._cut_in_order(rule, least, self._split)

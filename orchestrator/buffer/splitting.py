@@ -5,12 +5,12 @@ possible. Where the environments' bounds need more than one, each group that wou
 the queue from its front. Splitting itself is the caller's: here are only places and sizes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from orchestrator.buffer.oldest_first import start
 from orchestrator.buffer.queue import Entry, EnvQueue, SizeQueue
-from orchestrator.buffer.subset_sum import Stock, completable
+from orchestrator.buffer.subset_sum import Stock, completable, reachable
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +64,17 @@ def _completable_with(size: int, envs: Sequence[EnvQueue], lane: SizeQueue, piec
             stock.append(piece)
         parts.append(PartOf(env.low, env.high, stock))
     return completable(size, parts)
+
+
+def whole_groups(envs: Sequence[EnvQueue], amounts: Mapping[str, int]) -> dict[str, int]:
+    """The largest sums of each env's queued groups that these amounts hold."""
+    return {env.name: _largest_sum(env, amounts.get(env.name, 0)) for env in envs}
+
+
+def _largest_sum(env: EnvQueue, most: int) -> int:
+    for lane in env.lanes.values():
+        lane.reset()
+    return reachable(env.stock, most).bit_length() - 1
 
 
 def cut_overshoots(size: int, envs: Sequence[EnvQueue]) -> list[Cut]:

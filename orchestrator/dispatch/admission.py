@@ -30,11 +30,12 @@ class Admission:
         bound: int,
         closed: Callable[[], Wait | None],
         held: Callable[[], Collection[str]],
+        probed: Callable[[], frozenset[str]],
         now: float,
     ) -> None:
         """`bound`: what may be queued, in the unit of the batch. `closed`: why nothing may be opened.
 
-        `held`: envs that a person has quarantined.
+        `held`: envs that a person has quarantined. `probed`: envs that hardly deliver, and are tried now and then.
         """
         self._train = train
         self._pace = pace
@@ -43,7 +44,8 @@ class Admission:
         self._bound = bound
         self._closed = closed
         self._held = held
-        self._seen: tuple[tuple[int, ...], ...] = ()
+        self._probed = probed
+        self._seen: tuple[object, ...] = ()
         self._looked: tuple[Collection[str], Mapping[str, Wait | None]] = ((), {})
         self._buckets = {
             name: TokenBucket(env.rollouts_per_minute, burst=env.group_size, now=now)
@@ -56,7 +58,8 @@ class Admission:
 
         Envs that have less under way than their share of the batches ahead come before those that have more: the room
         of a lost group goes to its own env, and a fast env does not take that of a slow one. Where the next batch needs some, those come first and alone. Beyond what pace allows, the smallest of their
-        groups comes first: what is left over of it, no later batch may be able to use.
+        groups comes first: what is left over of it, no later batch may be able to use. Envs that are only probed are among
+        others, of whose turns the mix gives them a few; by themselves they would come again and again, and nothing of it.
         """
         if self._closed() is not None or self._pace.engines_behind:
             return []
@@ -68,12 +71,17 @@ class Admission:
             return []
         behind = self._behind(able)
         starved = [name for name in able if name in needed]
-        if not starved:
-            return [behind, able]
+        probed = self._probed()
+        if probed.issuperset(starved):
+            return [starved, behind, able]
         in_time = [name for name in starved if crowded[name] is None]
-        sizes = {name: self._queue.expected(name) for name in starved}
-        smallest = [name for name in starved if sizes[name] == min(sizes.values())]
-        return [[name for name in in_time if name in behind], in_time, smallest, starved]
+        sizes = {name: self._queue.expected(name) for name in starved if name not in probed}
+        smallest = [name for name in sizes if sizes[name] == min(sizes.values())]
+        tiers = [[name for name in in_time if name in behind], in_time]
+        if self._queue.splits:
+            # Of whole groups it may be any other one that completes a batch, and there is no end to the smallest.
+            tiers.append(smallest)
+        return [*(tier for tier in tiers if not probed.issuperset(tier)), starved]
 
     def held_up(self, now: float) -> bool:
         """Whether an env could open a group, were it not for the work that is under way already."""
@@ -133,16 +141,26 @@ class Admission:
     def _look(self) -> tuple[Collection[str], Mapping[str, Wait | None]]:
         """What the next batch needs, and for which envs the work ahead of a new group is too much: for the trainer's pace, or for
         the queue. The same as the last time as long as nothing has changed that it follows from."""
-        seen = self._pace.outlook, self._queue.revision
+        probed = self._probed()
+        seen = self._pace.outlook, self._queue.revision, probed
         if seen != self._seen:
-            self._seen, self._looked = seen, (self._queue.needed(self._pace.coming), self._crowded())
+            # A probe hardly ever fills a place in the batch: whoever counts on it starts nothing else, time after time.
+            coming = {name: size for name, size in self._pace.coming.items() if name not in probed}
+            self._seen, self._looked = seen, (self._queue.needed(coming), self._crowded())
         return self._looked
 
     def _behind(self, able: list[str]) -> list[str]:
-        """Those of them that have not used up their share of the room; all where room is not what is scarce."""
+        """Those of them that have not used up their share of the room; all where room is not what is scarce.
+
+        An env that is only probed has no share, and gets its probes in turns of the others.
+        """
         batches = self._pace.shared_out
         behind = self._queue.behind(self._pace.coming, batches) if batches is not None else None
-        return able if behind is None else [name for name in able if name in behind]
+        if behind is None:
+            return able
+        probed = self._probed()
+        found = [name for name in able if name in behind or name in probed]
+        return able if probed.issuperset(found) else found
 
     def _crowded(self) -> dict[str, Wait | None]:
         room = self._pace.room(self._queue.queued_by_version(), self._queue.minimums(), self._queue.reserved)

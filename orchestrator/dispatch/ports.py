@@ -61,6 +61,10 @@ class Queue(Protocol):
     def revision(self) -> tuple[int, ...]:
         """Differs whenever an answer does that does not follow from versions and open groups."""
 
+    @property
+    def splits(self) -> bool:
+        """Whether a batch may have a part of a group."""
+
     def queued(self) -> Mapping[str, int]:
         """What each env has queued."""
 

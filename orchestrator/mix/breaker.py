@@ -143,6 +143,11 @@ class CircuitBreaker(EnvMixStrategy):
         """Envs that have a share."""
         return [name for name, share in zip(self.env_names, self.configured, strict=True) if share > 0]
 
+    @property
+    def probed(self) -> frozenset[str]:
+        """Envs that are left out by the breaker, and get probes."""
+        return self._tripped - self.held
+
     def hold(self, env: str) -> None:
         """Leave an env out without probes until it is released; one that has a share must be left."""
         self._leave_out(held=self.held | {env})
@@ -218,13 +223,15 @@ class CircuitBreaker(EnvMixStrategy):
         account.cancelled += n
         self._asked.on_cancel(env, n, now=now)
 
-    def on_drop(self, env: str, n: int, *, now: float) -> None:
+    def on_drop(self, env: str, n: int, *, now: float, excused: bool = False) -> None:
+        """`excused`: nobody waited for them; they show all the same that the env delivers."""
         account = self._accounts.get(env)
         if account is None:
             self.unknown[env] += n
             return
         account.dropped += n
-        account.good = max(0.0, account.good - n)
+        if not excused:
+            account.good = max(0.0, account.good - n)
         self._asked.on_drop(env, n, now=now)
         self._judge(env, account, now)
 

@@ -104,6 +104,7 @@ def build_run(
         bound=int(batch.max_buffered * batch.size),
         closed=lambda: holder[0].closed(),
         held=lambda: mix.held,
+        probed=lambda: mix.probed,
         now=now,
     )
     dispatcher = Dispatcher(

@@ -261,6 +261,8 @@ class Run:
             self._report_quarantines(now)
             available = frozenset(name for name, port in parts.train.items() if port.available)
             self.minimums.refresh(available)
+            # Probes are not waited for either: one comes after the other, and hardly ever with anything.
+            available -= parts.mix.probed
             self._form(now, available)
             if not self.paused:
                 self._evaluate(now)

@@ -79,6 +79,8 @@ class World:
         self._loading = False
         self._to_load: LoadWeights | None = None
         self._drains = ""
+        self._room = False
+        """Whether a cancelled attempt has given its room back, of which real servers tell the run."""
         self.run = self._build()
 
     # --- life --------------------------------------------------------------------------------------------------------
@@ -144,8 +146,10 @@ class World:
             self.run.start(self.now)
         more = True
         while more:
+            self._room = False
             more = self.run.advance(self.now)
             self._perform()
+            more = more or self._room
         self._train()
         if self._drains and self.run.idle:
             self.run.end(self._drains)
@@ -212,6 +216,7 @@ class World:
                     self.ended = why
 
     def _cancel(self, attempt: Attempt) -> None:
+        self._room = True
         self.envs[attempt.group.env].release(attempt.server, attempt)
 
     def _start(self, attempt: Attempt) -> None:

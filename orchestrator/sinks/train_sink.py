@@ -86,7 +86,7 @@ class MixFeedback(Protocol):
     def quarantined(self) -> frozenset[str]: ...
     def on_finish(self, env: str, n: int, accepted: int, *, now: float) -> None: ...
     def on_cancel(self, env: str, n: int, *, now: float) -> None: ...
-    def on_drop(self, env: str, n: int, *, now: float) -> None: ...
+    def on_drop(self, env: str, n: int, *, now: float, excused: bool) -> None: ...
 
 
 class TrainSink:
@@ -159,7 +159,9 @@ class TrainSink:
             return
         if pending.version < self._versions.oldest_allowed(self._versions.formed + 1):
             # It did what it should, too late for us: the task is asked again.
-            self._mix.on_finish(pending.env, pending.size, 0, now=now)
+            excused = self._is_probe(pending.env)
+            self._mix.on_finish(pending.env, pending.size, pending.valid, now=now)
+            self._mix.on_drop(pending.env, pending.valid, now=now, excused=excused)
             self._facts.dropped(pending.env, "stale", pending.size)
             self._archive.scored(pending, "stale", now)
             self._record.record_late(pending.env, learned)
@@ -278,6 +280,11 @@ class TrainSink:
     def revision(self) -> tuple[int, ...]:
         """Differs whenever an answer below does that does not follow from versions and open groups."""
         return self._buffer.revision, self._yields.revision
+
+    @property
+    def splits(self) -> bool:
+        """Whether a batch may have a part of a group."""
+        return self._buffer.splits
 
     def queued(self) -> Mapping[str, int]:
         """What each env has queued, in the unit of the batch."""
@@ -400,6 +407,10 @@ class TrainSink:
     def _size(self, group: Group) -> int:
         return len(group.tokens) if self._count_tokens else group.size
 
+    def _is_probe(self, env: str) -> bool:
+        """Whether what an env brings is too late because nobody waits for it, as everybody else is waited for under pace."""
+        return self._pace.mode == "pace" and env in self._mix.quarantined
+
     def _evict(self, now: float) -> None:
         oldest = self._versions.oldest_allowed(self._versions.formed + 1)
         evicted: Sequence[Group] = self._buffer.evict_older_than(oldest)
@@ -413,7 +424,7 @@ class TrainSink:
             reason = "split_rest" if not asked else "surplus" if little else "stale"
             self._record.evict_group(group, reason)
             self._archive.evicted(group, reason)
-            self._mix.on_drop(group.env, group.rollouts, now=now)
+            self._mix.on_drop(group.env, group.rollouts, now=now, excused=self._is_probe(group.env))
             self._facts.dropped(group.env, reason, group.rollouts)
         if evicted:
             level = log.info if little else log.warning

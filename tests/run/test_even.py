@@ -6,6 +6,7 @@ from functools import cache
 import pytest
 
 from orchestrator.simulate.neighbours import Behaviour
+from tests.support.scenarios import Env, Scenario, play
 from tests.support.worlds import TestedWorld, make_settings
 
 TARGETS = {"quick": 0.4, "middle": 0.3, "slow": 0.3}
@@ -145,3 +146,56 @@ def test_the_mix_does_not_drift_where_the_trainer_publishes_seldom(publish_every
     delivered = [group for _, _, batch in list(world.trained)[20:] for group in batch.groups]
     slow = sum(group.size for group in delivered if group.env == "slow")
     assert slow / sum(group.size for group in delivered) == pytest.approx(0.1, abs=0.015)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("mix", ["even", "oldest"])
+@pytest.mark.parametrize(("max_versions", "seconds"), [(0, 1.0), (2, 1.0), (2, 5.0)])
+def test_an_env_in_quarantine_is_probed_and_returns_when_it_delivers_again(
+    mix: str, max_versions: int, seconds: float
+) -> None:
+    """It has no share of the room while it is away, and others that have one do not keep it away for ever; nor does it that
+    it is slower than they are, and its probes, which nobody waits for, come too late to be trained on."""
+    recovers = 300.0
+    around = {
+        "quick": Behaviour(latency=lambda rng: rng.expovariate(1.0)),
+        "back": Behaviour(latency=lambda rng: rng.expovariate(1 / seconds)),
+        "slow": Behaviour(latency=lambda rng: rng.expovariate(0.2 if seconds == 1.0 else 1.0)),
+    }
+    settings = make_settings(
+        list(around),
+        batch_size=64,
+        group_size=8,
+        max_versions=max_versions,
+        mix=mix,
+        keep_equal_rewards=False,
+        strategy_options={"breaker": True},
+    )
+    world = TestedWorld(settings, around, max_inflight=128)
+    around["back"].reward = lambda rng: rng.random() if world.now > recovers else 1.0
+    assert world.play(until=lambda: world.now > recovers)
+    assert world.parts.mix.quarantined == {"back"}
+    assert world.play(until=lambda: not world.parts.mix.quarantined or world.now > 5 * recovers)
+    assert not world.parts.mix.quarantined
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("seed", range(4))
+def test_groups_of_a_size_that_divides_the_batch_are_not_split(seed: int) -> None:
+    """What must leave the queue is whole groups of some envs, also where a part of a group of each would have done."""
+    scenario = Scenario(
+        envs=(
+            Env(group_size=8, ratio=0.4, latency=0.1, spread=0.3),
+            Env(group_size=8, ratio=0.3, latency=0.12, group_scored=True),
+            Env(group_size=8, ratio=0.3, latency=0.3, minimum=0.1),
+        ),
+        batch_size=128,
+        max_inflight=96,
+        train_s=0.3,
+        kills=(2.0, 4.0),
+        seed=seed,
+    )
+    played = play(scenario)
+    assert played.finished, played.why
+    assert {group.size for batch in played.world.journal.batches for group in batch.groups} == {8}
+    assert not played.world.journal.evicted

@@ -4,6 +4,7 @@ from typing import Any
 
 from orchestrator.run.patience import LEAST_S, TIMES
 from orchestrator.simulate.neighbours import Behaviour
+from tests.support.scenarios import explain
 from tests.support.worlds import NEVER, TestedWorld, make_world
 
 
@@ -95,3 +96,23 @@ def test_a_queue_that_was_stuck_before_its_batch_was_held_back_is_no_reason_to_l
     hold(world)
     world.parts.buffer._stuck_since = -100.0
     assert world.run.next_event_at(world.now) == world.run.held_until
+
+
+def test_the_room_of_a_group_that_was_given_up_is_used_at_once() -> None:
+    """Nothing else happens: its env alone is needed, and its only server had no room but that."""
+    world = make_world(
+        {
+            "quick": Behaviour(latency=lambda rng: 1.0),
+            "hangs": Behaviour(latency=lambda rng: NEVER if 50 < world.now < 60 else 8.0, group_scored=True),
+        },
+        group_size=6,
+        batch_size=8,
+        train={"hangs": {"minimum": 0.125}},
+        max_versions=0,
+        capacity=3,
+        rollout_timeout_s=600.0,
+        max_attempts=1,
+        max_steps=20,
+    )
+    assert world.play(until=lambda: bool(world.ended) or world.now > 10_000)
+    assert world.ended, explain(world)

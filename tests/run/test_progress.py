@@ -265,6 +265,13 @@ NAMED = {
         kills=(47.4, 8.6, 22.6),
         server_deaths=(9.8, 44.2),
     ),
+    "whole groups that only those of other envs complete": Scenario(
+        envs=(Env(group_size=5, minimum=0.5), Env(group_size=10), Env(group_size=9)),
+        batch_size=48,
+        on_stuck="wait",
+        max_versions=0,
+        max_inflight=16,
+    ),
     "servers that die and endpoints that go": Scenario(
         envs=(Env(), Env(minimum=0.25)),
         servers=2,
@@ -311,6 +318,29 @@ def test_a_slow_good_env_beside_one_with_equal_rewards_does_not_end_as_barren() 
     assert world.play(until=lambda: bool(world.ended)), explain(world)
     assert "dull" in world.parts.mix.quarantined
     assert {group.env for _, _, batch in world.trained for group in batch.groups} == {"good"}
+
+
+@pytest.mark.parametrize("options", [{}, {"mix": "oldest"}, {"max_inflight": 4}, {"quotas": True}], ids=str)
+@pytest.mark.parametrize("group_size", [10, 16])
+def test_probes_that_would_fill_the_batch_do_not_keep_others_from_filling_it(
+    group_size: int, options: dict[str, Any]
+) -> None:
+    """What is lacking is less than a group of the good env, and just a group of one that is quarantined."""
+    world = make_world(
+        {
+            "good": Behaviour(latency=lambda rng: 1.0),
+            "dull": Behaviour(latency=lambda rng: 1.0, reward=lambda rng: 1.0),
+        },
+        train={"good": {"group_size": group_size}, "dull": {"group_size": 8}},
+        batch_size=24,
+        max_versions=0,
+        keep_equal_rewards=False,
+        strategy_options={"breaker": True},
+        max_steps=10,
+        **options,
+    )
+    assert world.play(until=lambda: bool(world.ended) or world.now > 600.0)
+    assert world.steps() == 10, explain(world)
 
 
 def test_hanging_evaluations_do_not_stop_training() -> None:
