@@ -265,7 +265,7 @@ def _failure(
         kind, retryable, detail, where = "timed_out", True, "", ""
         message = f"not done in {request.timeout_s:g} s"
     elif isinstance(error, RolloutFailure):
-        kind, retryable, message, detail = error.kind, bool(error.retryable), _text(error.message), ""
+        kind, retryable, message, detail = error.kind, bool(error.retryable), error.message, ""
         where = ""
     elif isinstance(error, InvalidRolloutError):
         # What it returned was found wrong only after its own code had ended.
@@ -273,7 +273,7 @@ def _failure(
     return wire.Failure(
         request.id,
         _text(kind)[:100],
-        message[:_MESSAGE_CHARS],
+        _text(message)[:_MESSAGE_CHARS],
         retryable,
         _text(detail[-_DETAIL_CHARS:]),
         where=_text(where[-_WHERE_CHARS:]),

@@ -84,13 +84,13 @@ def text_of(value: object) -> str:
 
 @lru_cache(maxsize=4096)
 def _is_authors(file: str, package: str) -> bool:
-    path = os.path.realpath(file)
+    path = _real(file)
     return (bool(package) and _within(path, package)) or not _is_known(file)
 
 
 @lru_cache(maxsize=4096)
 def _is_noise(file: str, package: str) -> bool:
-    path = os.path.realpath(file)
+    path = _real(file)
     if package and _within(path, package):
         return False
     return file.startswith("<frozen ") or _within(path, _OURS) or file.endswith("/importlib/__init__.py")
@@ -98,13 +98,21 @@ def _is_noise(file: str, package: str) -> bool:
 
 def _is_known(file: str) -> bool:
     """Whether a file is ours, the interpreter's or installed, or no file at all."""
-    path = os.path.realpath(file)
+    path = _real(file)
     inside: Sequence[str] = Path(path).parts
     return (
         (file.startswith("<") and not file.startswith("<ipython"))  # a cell of a notebook is its author's
         or any(name in inside for name in _INSTALLED)
         or any(_within(path, root) for root in (_OURS, *_INTERPRETER))
     )
+
+
+def _real(file: str) -> str:
+    """A path without links; as it is where it is relative to a working directory that is no longer there."""
+    try:
+        return os.path.realpath(file)
+    except OSError:
+        return file
 
 
 def _within(path: str, root: str) -> bool:

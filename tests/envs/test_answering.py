@@ -3,6 +3,7 @@
 import asyncio
 import random
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -234,3 +235,38 @@ async def test_sequences_of_one_seat_have_one_reward() -> None:
     assert isinstance(got, wire.Failure)
     assert got.kind == "invalid_rollout"
     assert "sequences of one seat have one reward" in got.message
+
+
+async def test_a_message_that_is_no_unicode_is_a_failure_and_not_the_end_of_the_server() -> None:
+    """Names of metrics are the environment's: half of a surrogate pair is in the text of a model sooner or later."""
+
+    class Odd(Shuffled):
+        async def rollout(self, task: Task, model: Model) -> Rollout:
+            await model.chat([{"role": "user", "content": "?"}])
+            return model.rollout(0.0, metrics={"said \ud83d": float("nan")})
+
+    failure = await answered(Odd())
+    assert isinstance(failure, wire.Failure)
+    assert (failure.kind, failure.message) == (
+        "invalid_rollout",
+        'metric "said ?" must be a finite number, got nan',
+    )
+
+
+async def test_an_error_where_the_working_directory_is_gone_is_a_failure_and_not_the_end_of_the_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An environment may go to a folder that it removes; generated code has a name that is relative to it."""
+
+    class Moved(Shuffled):
+        async def rollout(self, task: Task, model: Model) -> Rollout:
+            exec("raise ValueError('no')")
+            raise AssertionError
+
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    failure = await answered(Moved())
+    assert isinstance(failure, wire.Failure)
+    assert (failure.kind, failure.message) == ("error", "ValueError: no")
+    assert "test_answering.py" in failure.where
