@@ -10,9 +10,9 @@ import logging
 import re
 import sys
 from collections.abc import Iterator, MutableMapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
-from typing import Any, Literal, TextIO
+from typing import Any, Literal, TextIO, cast
 
 import msgspec
 import structlog
@@ -69,7 +69,7 @@ def configure_logging(
     structlog.configure(
         processors=[*shared, *ends],
         wrapper_class=structlog.make_filtering_bound_logger(number),
-        logger_factory=structlog.WriteLoggerFactory(out),
+        logger_factory=structlog.WriteLoggerFactory(cast("TextIO", _Lenient(out))),
         cache_logger_on_first_use=False,
     )
     handler = logging.StreamHandler(out)
@@ -110,7 +110,7 @@ def log_to(file: TextIO, level: str) -> Iterator[None]:
                 pretty,
             ],
             wrapper_class=structlog.make_filtering_bound_logger(_LEVELS[level.lower()]),
-            logger_factory=structlog.WriteLoggerFactory(sys.stderr),
+            logger_factory=structlog.WriteLoggerFactory(cast("TextIO", _Lenient(sys.stderr))),
             cache_logger_on_first_use=False,
         )
     try:
@@ -128,6 +128,21 @@ def _drop_below_warning(
     if _LEVELS.get(str(event.get("level")), 0) < _LEVELS["warning"]:
         raise structlog.DropEvent
     return event
+
+
+class _Lenient:
+    """Leaves out a line that cannot be written (a full disk, a terminal that is gone): whoever logs must not fail for it."""
+
+    def __init__(self, out: TextIO) -> None:
+        self._out = out
+
+    def write(self, text: str) -> None:
+        with suppress(OSError, ValueError):  # the latter of a file that was closed
+            self._out.write(text)
+
+    def flush(self) -> None:
+        with suppress(OSError, ValueError):
+            self._out.flush()
 
 
 class _Bound:

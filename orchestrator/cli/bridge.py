@@ -139,7 +139,9 @@ def _client(arguments: argparse.Namespace) -> Any:
 
 def _run(bridge: Any) -> None:
     from envs.logs import configure_logging
+    from orchestrator.views.terminal import outlive_readers
 
+    outlive_readers()
     configure_logging(process="bridge")
     import asyncio
 

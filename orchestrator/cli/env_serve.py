@@ -30,6 +30,7 @@ from orchestrator.env_servers.child_servers import hash_seed, server_command
 from orchestrator.env_servers.processes import ChildProcess, describe_exit
 from orchestrator.env_servers.spec import RestartPolicy
 from orchestrator.env_servers.supervision import RestartBudget
+from orchestrator.views.terminal import outlive_readers
 
 _STOP_S = 20.0
 _RESTARTS = RestartPolicy(max_restarts=10, window_s=600.0, first_delay_s=0.5, max_delay_s=30.0)
@@ -106,6 +107,7 @@ def shown_addresses(specs: Sequence[ServerSpec]) -> str:
 
 def serve_workers(specs: Sequence[ServerSpec]) -> int:
     """Serve until told to stop; the exit code is that of the first worker that could not go on."""
+    outlive_readers()
     configure_logging(specs[0].log_level, specs[0].log_format)
     print(shown_addresses(specs), flush=True)
     with asyncio.Runner() as runner:

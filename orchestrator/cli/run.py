@@ -14,6 +14,8 @@ from contextlib import AsyncExitStack, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from orchestrator.views.terminal import outlive_readers
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -96,6 +98,7 @@ def run_command(arguments: argparse.Namespace) -> int:
     from orchestrator.config import load_config
     from orchestrator.track import any_left_behind
 
+    outlive_readers()
     config = load_config(arguments.config, arguments.overrides)
     try:
         return run_loop(lambda: _run(config, fresh=arguments.fresh, rewind_to=arguments.rewind_to))
@@ -109,6 +112,7 @@ def eval_command(arguments: argparse.Namespace) -> int:
     from orchestrator.config import load_config
     from orchestrator.service.evaluate import evaluate
 
+    outlive_readers()
     config = load_config(arguments.config, arguments.overrides)
     return run_loop(lambda: evaluate(config, as_json=arguments.json))
 

@@ -1,5 +1,6 @@
 """Logs: one format for everything in the process, JSON lines unless a person watches."""
 
+import errno
 import io
 import json
 import logging
@@ -11,7 +12,7 @@ from datetime import datetime
 import pytest
 import structlog
 
-from envs.logs import MAX_FIELD_CHARS, configure_logging
+from envs.logs import MAX_FIELD_CHARS, LogFormat, configure_logging
 
 
 class Terminal(io.StringIO):
@@ -169,3 +170,23 @@ def test_importing_the_sdk_stays_light() -> None:
     )
     for heavy in ("pydantic", "orchestrator", "aiohttp", "zmq"):
         assert f"'{heavy}'" not in done.stdout
+
+
+@pytest.mark.parametrize("style", ["json", "pretty"])
+def test_a_line_that_cannot_be_written_is_left_out(style: LogFormat) -> None:
+    """A full disk, or a terminal that is gone, must not end a server in the middle of a rollout."""
+
+    class Full(io.StringIO):
+        full = True
+
+        def write(self, text: str) -> int:
+            if self.full:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return super().write(text)
+
+    out = Full()
+    configure_logging("info", style, stream=out)
+    structlog.get_logger().warning("rollout.failed")
+    out.full = False
+    structlog.get_logger().warning("rollout.failed", again=True)
+    assert "again" in out.getvalue()
