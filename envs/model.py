@@ -30,6 +30,9 @@ RESERVED = frozenset(
 )
 """Request fields that are decided here and that sampling must not set."""
 
+TOKEN_LIMITS = frozenset({"max_tokens", "max_completion_tokens"})
+"""Two names of one limit; a server that is given both takes the second."""
+
 
 def unpacked(sampling: Mapping[str, Any]) -> dict[str, Any]:
     """Sampling parameters as a request has them: those of the table `extra_body` beside the others."""
@@ -225,8 +228,9 @@ class Model:
         request = {**self._settings.request, "prompt": prompt if tokens is None else tokens}
         if self._settings.train:
             request["logprobs"] = 1  # a number here, where chats have a yes
-        if "max_completion_tokens" in request:
-            request.setdefault("max_tokens", request.pop("max_completion_tokens"))
+        for asked in (request, sampling):
+            if "max_completion_tokens" in asked:
+                asked.setdefault("max_tokens", asked.pop("max_completion_tokens"))
         started = time.perf_counter()
         body = await self._client.complete(self._base_url, self._body(request, sampling), self._headers)
         completion = decode_text_completion(body, endpoint=shown_url(self._base_url))
@@ -240,8 +244,13 @@ class Model:
         if self._cache_salt:
             request["cache_salt"] = self._cache_salt
         if sampling:
-            _refuse_reserved(sampling)
-            request |= sampling
+            wanted = unpacked(sampling)
+            _refuse_reserved(wanted)
+            if not TOKEN_LIMITS.isdisjoint(wanted):
+                # The configured one under its other name would win over that of this turn.
+                for name in TOKEN_LIMITS:
+                    request.pop(name, None)
+            request |= wanted
         return msgspec.json.encode(request)
 
     def _take(self, completion: Completion, request: Mapping[str, Any], duration_s: float) -> Reply:

@@ -6,9 +6,8 @@ Which of a library's wishes for a turn reach the policy, and a reply in the shap
 from collections.abc import Mapping
 from typing import Any
 
-from envs.model import RESERVED, Model, Reply
+from envs.model import RESERVED, TOKEN_LIMITS, Model, Reply
 
-_TOKEN_LIMITS = frozenset({"max_tokens", "max_completion_tokens"})
 _CLIENT_OPTIONS = frozenset({"extra_body", "extra_headers", "timeout", "cache_salt"})
 
 
@@ -19,8 +18,8 @@ def turn_options(model: Model, options: Mapping[str, Any]) -> dict[str, Any]:
     library's `extra_body` is unpacked as its own client would do.
     """
     configured = set(model.sampling)
-    if configured & _TOKEN_LIMITS:
-        configured |= _TOKEN_LIMITS
+    if configured & TOKEN_LIMITS:
+        configured |= TOKEN_LIMITS
     flat = {**options, **(options.get("extra_body") or {})}
     refused = RESERVED | configured | _CLIENT_OPTIONS
     return {key: value for key, value in flat.items() if key not in refused and value is not None}

@@ -308,6 +308,32 @@ async def test_a_turn_can_override_the_sampling(endpoint: ChatEndpoint, client: 
     assert "stop" not in endpoint.requests[1]
 
 
+async def test_a_turn_can_override_the_limit_of_tokens_under_either_name(
+    endpoint: ChatEndpoint, client: InferenceClient
+) -> None:
+    """A server that is given both takes the configured one, and the turn is longer than it was to be."""
+    endpoint.script(completion(), completion(), text_completion(sampled=[1]))
+    model = model_of(endpoint, client, sampling={"max_completion_tokens": 4096})
+    await model.chat([USER], max_tokens=16)
+    await model.chat([USER], max_completion_tokens=17)
+    await model.complete([5], max_completion_tokens=18)
+    limits = [
+        {name: value for name, value in request.items() if name.startswith("max_")}
+        for request in endpoint.requests
+    ]
+    assert limits == [{"max_tokens": 16}, {"max_completion_tokens": 17}, {"max_tokens": 18}]
+
+
+async def test_extra_body_of_a_turn_is_unpacked_too(endpoint: ChatEndpoint, client: InferenceClient) -> None:
+    """A server passes over a field that it does not know: the turn would be sampled as if nothing had been said."""
+    model = model_of(endpoint, client, sampling={"top_k": -1})
+    await model.chat([USER], extra_body={"top_k": 20})
+    assert endpoint.requests[0]["top_k"] == 20
+    assert "extra_body" not in endpoint.requests[0]
+    with pytest.raises(ValueError, match="must not set stream"):
+        await model.chat([USER], extra_body={"stream": True})
+
+
 @pytest.mark.parametrize("field", ["n", "stream", "messages", "logprobs", "return_token_ids", "model"])
 def test_sampling_cannot_set_what_the_model_decides(field: str) -> None:
     """More than one choice or a stream would break the recording."""
