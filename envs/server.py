@@ -15,6 +15,8 @@ import os
 import resource
 import signal
 import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -47,6 +49,7 @@ EXIT_STUCK = 1
 _BEAT_S = 1.0
 _STOP_REQUESTS_S = 5.0
 _CLOSE_ENVIRONMENT_S = 5.0
+_LEAVE_THREADS_S = 3.0
 _LINGER_MS = 1000
 
 
@@ -269,7 +272,25 @@ async def _serve(spec: ServerSpec, environment: Environment, on_start: Callable[
             log.error("server.start_failed", why=str(error))
             return EXIT_STARTUP
     log.info("server.stopped")
-    return EXIT_STARTUP if server.load_failed else 0
+    code = EXIT_STARTUP if server.load_failed else 0
+    _leave_threads_behind(code)
+    return code
+
+
+def _leave_threads_behind(code: int) -> None:
+    """End the process in a while whatever runs: nothing stops a thread, and the loop and the interpreter wait for all in pools."""
+    threads = threading.enumerate()
+
+    def leave() -> None:
+        time.sleep(_LEAVE_THREADS_S)
+        left = [thread.name for thread in threads if thread.is_alive() and not thread.daemon]
+        log.warning(
+            "server.threads_left", threads=left, why="the environment's calls on threads have not returned"
+        )
+        sys.stderr.flush()
+        os._exit(code)
+
+    threading.Thread(target=leave, name="leave", daemon=True).start()
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:

@@ -74,6 +74,7 @@ class Sessions:
         self._count_tasks: Callable[[str], int | None] | None = None
         self._sample_tasks: Callable[[str], dict[int, int]] = lambda split: {}
         self._group_scored = False
+        self._stopping = False
         self.done = 0
         self.failed = 0
         self.malformed = 0
@@ -181,7 +182,8 @@ class Sessions:
         _stop_all(session.requests.values(), "client_gone")
 
     def stop(self) -> None:
-        """The server ends: cancel everything; every request is still answered."""
+        """The server ends: cancel everything; every request is still answered, and nothing is begun for anybody."""
+        self._stopping = True
         for session in self._sessions.values():
             session.draining = True
             _stop_all(session.requests.values(), "server_stopping")
@@ -278,7 +280,7 @@ class Sessions:
             return
         if self._count_tasks is None:
             refusal = "the environment is still loading"
-        elif session.draining:
+        elif session.draining or self._stopping:
             refusal = "the server is draining"
         elif session.inflight and session.inflight + request.count > self._capacity:
             refusal = f"{session.inflight} of {self._capacity} rollouts are in flight already"

@@ -232,6 +232,16 @@ def test_stopping_answers_everything_as_retryable() -> None:
     assert (desk.sent[-2][1].kind, desk.sent[-2][1].retryable) == ("server_stopping", True)
 
 
+def test_nothing_is_begun_for_a_client_that_comes_while_the_server_stops() -> None:
+    """Its environment is being closed: what it would make of the rollout is not the rollout's fault."""
+    desk = Desk()
+    desk.sessions.stop()
+    desk.hello()
+    desk.run(1)
+    assert desk.started == []
+    assert (desk.last().kind, desk.last().retryable) == ("not_accepted", True)
+
+
 def test_a_malformed_message_is_counted_and_its_run_fails() -> None:
     """Garbage is dropped; a run that makes no sense is answered; another version's hello is refused."""
     desk = Desk()

@@ -151,6 +151,14 @@ class Clinging(Quick):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
+class OnThread(Quick):
+    """Waits on a thread of the loop's pool, which no cancellation reaches."""
+
+    async def rollout(self, task: Task, model: Model) -> Rollout:
+        await asyncio.to_thread(time.sleep, 3600)
+        return fixed_rollout(task["index"])
+
+
 class Uncancellable(Quick):
     """Swallows every cancellation."""
 

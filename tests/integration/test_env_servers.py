@@ -395,6 +395,17 @@ async def test_a_rollout_that_ignores_cancellation_does_not_keep_its_server(tmp_
     assert "ignores cancellation" in (tmp_path / "logs" / "uncancellable-0.log").read_text()
 
 
+async def test_a_call_on_a_thread_does_not_keep_its_server(tmp_path: Path) -> None:
+    """Its rollout was answered; what the thread still does ends with the process, which need not be killed."""
+    async with Env(spec(tmp_path, "OnThread")) as env:
+        Asked(env).submit(request(0))
+        await until(lambda: any(stats is not None and stats.inflight for stats in env.stats().values()))
+        slot = env._slots[0]
+        assert isinstance(slot.process, ChildProcess)
+        os.kill(slot.process.pid, signal.SIGTERM)
+        assert await slot.process.exited == 0
+
+
 async def test_processes_that_an_environment_started_end_with_its_server(tmp_path: Path) -> None:
     """A server's whole process group goes when it does."""
     pids = tmp_path / "pids"
