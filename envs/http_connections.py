@@ -3,7 +3,7 @@
 At most `limit` requests are under way; the others wait for their turn, in order. A connection that has carried its
 answer is kept for a few seconds, the last one first, and is given up when the server closes it, when anything was odd
 about the answer, or when whoever asked does not wait any longer. Redirects are not followed and proxies of
-the environment not asked. Names are looked up once a minute; of several addresses each connection begins with the next.
+the environment not asked. Names are looked up once a minute, and after a connection that was not made; of several addresses each connection begins with the next.
 Raises OSError (TimeoutError included) when the connection fails, and the errors of `envs.http_answers`.
 
 Written for one kind of request because a rollout of a few tokens spends half of its CPU time in a general client.
@@ -117,9 +117,11 @@ class HttpConnections:
         self._sweep = None
         oldest = time.monotonic() - self._keep_s
         for origin, idle in list(self._idle.items()):
-            young = [one for one in idle if one.is_open and one.idle_since > oldest]
+            young = []
             for connection in idle:
-                if connection not in young:
+                if connection.is_open and connection.idle_since > oldest:
+                    young.append(connection)
+                else:
                     connection.close()
             if young:
                 self._idle[origin] = young
@@ -151,12 +153,18 @@ class HttpConnections:
                     sock.close()
                     raise
         except TimeoutError:
+            self._forget(target)
             raise TimeoutError(
                 f"no connection to {target.host}:{target.port} in {self._connect_timeout_s:g} s"
             ) from None
         except (OSError, UnicodeError) as error:  # the latter for a name that no name server could have
+            self._forget(target)
             raise ConnectionError(f"cannot connect to {target.host}:{target.port}: {error}") from error
         return connection
+
+    def _forget(self, target: Target) -> None:
+        """Have the name looked up anew: a server that was started again may have another address."""
+        self._names.pop((target.host, target.port), None)
 
     async def _look_up(self, host: str, port: int) -> list[Address]:
         """The addresses of a host, each time beginning with the next; looked up once for all who wait."""

@@ -224,6 +224,25 @@ async def test_connections_to_a_name_with_several_addresses_are_spread_over_them
         assert asked == ["engines.example"]
 
 
+async def test_a_name_is_looked_up_anew_when_nobody_listens_at_its_address(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A server that was started again elsewhere is reached by the next attempt, not after the minute."""
+    async with serving() as gone:
+        ports = [gone.url.port]
+    async with serving() as server, connections() as pool:
+        ports.append(server.url.port)
+
+        async def look_up(host: str, port: int, **_: object) -> list[tuple[object, ...]]:
+            return [(2, 1, 6, "", ("127.0.0.1", ports.pop(0)))]
+
+        monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", look_up)
+        url = URL("http://engine.example:8000/v1")
+        with pytest.raises(ConnectionError):
+            await ask(pool, url)
+        assert await ask(pool, url) == b"ok"
+
+
 async def test_closing_ends_the_requests_that_are_under_way() -> None:
     """And nothing can be asked any more."""
     async with serving(lambda *_: None) as server, connections() as pool:
