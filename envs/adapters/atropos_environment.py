@@ -9,8 +9,7 @@ Its items come from a cursor and not by index: an index keeps its item for as lo
 import asyncio
 import time
 from collections import OrderedDict, deque
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,7 @@ from atroposlib.envs.server_handling.server_baseline import (  # type: ignore[im
 )
 from transformers import AutoTokenizer  # type: ignore[import-not-found]  # comes with atroposlib
 
-from envs.adapters.atropos_record import Conversation, GroupRecord, find
+from envs.adapters.atropos_record import Conversation, GroupRecord, OneSize, find
 from envs.adapters.atropos_server import PolicyServer, current_group, managed_server
 from envs.environment import Environment, Task, Tasks
 from envs.errors import EnvironmentLoadError, FailureKind, RolloutFailure
@@ -56,8 +55,7 @@ class AtroposEnvironment(Environment):
         self._items: OrderedDict[int, Any] = OrderedDict()
         self._backlog: deque[Any] = deque()
         self._cursor = asyncio.Lock()
-        self._free = asyncio.Condition()
-        self._running = 0
+        self._sizes = OneSize(self._env.config)
 
     def tasks(self, split: str) -> Tasks:
         return Items()
@@ -72,7 +70,7 @@ class AtroposEnvironment(Environment):
         record = GroupRecord(model)
         token = current_group.set(record)
         try:
-            async with self._sized(count):
+            async with self._sizes.of(count):
                 item = await self._item(task["index"])
                 collected, backlog = await self._env.collect_trajectories(item)
                 self._backlog.extend(backlog or ())
@@ -98,20 +96,6 @@ class AtroposEnvironment(Environment):
                 while len(self._items) > _ITEMS_KEPT:
                     self._items.popitem(last=False)
             return self._items[index]
-
-    @asynccontextmanager
-    async def _sized(self, count: int) -> AsyncIterator[None]:
-        """The group's size is the instance's, so that groups of another size wait for those that run."""
-        async with self._free:
-            await self._free.wait_for(lambda: not self._running or self._env.config.group_size == count)
-            self._env.config.group_size = count
-            self._running += 1
-        try:
-            yield
-        finally:
-            async with self._free:
-                self._running -= 1
-                self._free.notify_all()
 
 
 class HandedIn:

@@ -8,8 +8,9 @@ of its unmasked tokens, because most environments tokenise the text again by the
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -110,6 +111,33 @@ class GroupRecord:
             return None
         continued = (talk for talk in self.conversations if talk.turns and extends(turn, talk.turns[-1]))
         return next(continued, None)
+
+
+class OneSize:
+    """The size of a group is the config's of the whole instance, so that groups of another size wait for those that run.
+
+    In the order in which they came: else groups of one size, of which some always run, keep the others out for ever.
+    """
+
+    def __init__(self, config: Any) -> None:
+        self._config = config
+        self._turn = asyncio.Lock()
+        self._free = asyncio.Condition()
+        self._running = 0
+
+    @asynccontextmanager
+    async def of(self, count: int) -> AsyncIterator[None]:
+        """Run a group of this size inside."""
+        async with self._turn, self._free:
+            await self._free.wait_for(lambda: not self._running or self._config.group_size == count)
+            self._config.group_size = count
+            self._running += 1
+        try:
+            yield
+        finally:
+            async with self._free:
+                self._running -= 1
+                self._free.notify_all()
 
 
 def find(conversations: Seq[Conversation], tokens: Seq[int], said: str) -> Conversation | None:
