@@ -1,11 +1,12 @@
 """`metrics.jsonl`: a line for every step that is trained on and for every evaluation, made from the journal.
 
 A thread of its own follows the journal, so that neither a slow disk nor who listens to the lines can hold the run up; what
-goes wrong here is said once and costs lines, never the run. The file is written anew at the start: it says what the
+goes wrong here is said once and tried again, and never costs the run. The file is written anew at the start: it says what the
 journal says, whatever an earlier process left. What the lines hold is in docs/steps.md.
 """
 
 import asyncio
+import heapq
 import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +22,8 @@ from orchestrator.journal import JournalReader
 
 FILE = "metrics.jsonl"
 POLL_S = 1.0
+RETRY_S = 30.0
+"""After a failure everything is read and written anew."""
 CLOSE_S = 5.0
 """How long the end of a run waits for the last lines."""
 
@@ -40,9 +43,8 @@ class Follower:
 
     def read(self) -> list[Line]:
         """Lines of the steps that were acknowledged and of the evaluations that ended since the last call."""
-        lines = [*self._steps(), *self._evals()]
-        lines.sort(key=lambda line: line["acknowledged_at"] if line["kind"] == "step" else line["at"])
-        return lines
+        # Merged, not sorted: steps stay in their order even where the clock was set back between them.
+        return list(heapq.merge(self._steps(), self._evals(), key=_ended_at))
 
     def _steps(self) -> Iterator[Line]:
         for record in self._reader.steps(since=self._step):
@@ -63,11 +65,22 @@ class Follower:
 class MetricsFile:
     """Keeps `metrics.jsonl` and tells `listeners` of each line that no earlier process wrote, in the thread."""
 
-    def __init__(self, run_dir: Path, listeners: Sequence[Listener] = (), *, poll_s: float = POLL_S) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        listeners: Sequence[Listener] = (),
+        *,
+        poll_s: float = POLL_S,
+        retry_s: float = RETRY_S,
+    ) -> None:
         self._run_dir = run_dir
         self._path = run_dir / FILE
         self._listeners = listeners
         self._poll_s = poll_s
+        self._retry_s = retry_s
+        self._told: int | None = None
+        """Lines that listeners have had, from this process or an earlier one; None until that was looked up."""
+        self._failing = False
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="metrics-file", daemon=True)
 
@@ -82,18 +95,36 @@ class MetricsFile:
         await asyncio.to_thread(self._thread.join, CLOSE_S)
 
     def _run(self) -> None:
+        # A disk that is full for an hour must not cost the trackers the days after it.
+        while not self._followed() and not self._over.wait(self._retry_s):
+            pass
+
+    def _followed(self) -> bool:
+        """Follow the journal until the run is over; False when that failed."""
         try:
             with JournalReader(self._run_dir) as reader:
-                follower = Follower(reader)
-                known = self._count()
-                lines = follower.read()
-                self._rewrite(lines)
-                self._tell(lines[known:])
-                while not self._over.wait(self._poll_s):
-                    self._append(follower.read())
-                self._append(follower.read())
+                self._follow(Follower(reader))
         except (OSError, JournalError) as error:
-            log.warning("metrics_file.failed", error=str(error), note="the run goes on without it")
+            if not self._failing:
+                note = "the run goes on without it; it is tried again"
+                log.warning("metrics_file.failed", error=str(error), note=note)
+            self._failing = True
+            return False
+        return True
+
+    def _follow(self, follower: Follower) -> None:
+        if self._told is None:
+            self._told = self._count()
+        lines = follower.read()
+        self._rewrite(lines)
+        if self._failing:
+            self._failing = False
+            log.info("metrics_file.goes_on", path=str(self._path))
+        self._tell(lines[self._told :])
+        self._told = len(lines)
+        while not self._over.wait(self._poll_s):
+            self._append(follower.read())
+        self._append(follower.read())
 
     def _count(self) -> int:
         """Lines that an earlier process wrote whole."""
@@ -112,11 +143,16 @@ class MetricsFile:
             with self._path.open("a", encoding="utf-8") as file:
                 file.write("".join(map(_text, lines)))
             self._tell(lines)
+            self._told = (self._told or 0) + len(lines)
 
     def _tell(self, lines: Sequence[Line]) -> None:
         for line in lines:
             for listener in self._listeners:
                 listener(line)
+
+
+def _ended_at(line: Line) -> float:
+    return float(line["acknowledged_at"] if line["kind"] == "step" else line["at"])
 
 
 def _text(line: Line) -> str:

@@ -127,3 +127,45 @@ async def test_a_file_that_cannot_be_written_costs_lines_and_says_so(
         journal.record_acknowledged(1)
         await journal.flush()
     assert "metrics_file.failed" in capsys.readouterr().out
+
+
+async def test_a_file_that_can_be_written_again_has_every_line_and_so_have_the_trackers(
+    tmp_path: Path,
+) -> None:
+    """A disk that is full for a while costs nothing but that while, however long the run goes on."""
+    told: list[int] = []
+    path = tmp_path / "metrics.jsonl"
+    following = MetricsFile(tmp_path, [lambda line: told.append(line["step"])], poll_s=0.01, retry_s=0.02)
+    async with open_journal(tmp_path) as journal, following:
+        await form(journal, 1)
+        journal.record_acknowledged(1)
+        await until(lambda: told == [1])
+        path.unlink()
+        path.mkdir()
+        await form(journal, 2)
+        journal.record_acknowledged(2)
+        await journal.flush()
+        await asyncio.sleep(0.1)
+        path.rmdir()
+        await until(lambda: told == [1, 2])
+        await form(journal, 3)
+        journal.record_acknowledged(3)
+        await until(lambda: told == [1, 2, 3])
+    assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3]
+
+
+async def test_steps_stay_in_their_order_when_the_clock_is_set_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A later process reads all of them at once, and tells trackers those that it thinks are new."""
+    now = [1000.0]
+    monkeypatch.setattr("orchestrator.journal.store.time.time", lambda: now[0])
+    async with open_journal(tmp_path) as journal:
+        for step, at in ((1, 1000.0), (2, 400.0), (3, 401.0)):
+            now[0] = at
+            await form(journal, step)
+            journal.record_acknowledged(step)
+            await journal.flush()
+        async with MetricsFile(tmp_path, poll_s=0.01):
+            pass
+    assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3]
