@@ -8,7 +8,7 @@ import json
 import os
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from orchestrator.errors import ConfigError, OrchestratorError
 from orchestrator.views.terminal import plain, plain_lines
@@ -43,7 +43,8 @@ def status_command(arguments: argparse.Namespace) -> int:
     run_dir: Path | None = None if arguments.url else arguments.run_dir
     try:
         url = arguments.url or address_of(arguments.run_dir)
-        body = _fetch(f"{url.rstrip('/')}/api/status", arguments.token_env)
+        run = "" if run_dir is None else str(_addresses(run_dir).get("run", ""))
+        body = _fetch(f"{url.rstrip('/')}/api/status", arguments.token_env, run)
     except (_NobodyThereError, _NoHttpError) as nobody:
         past = None if run_dir is None else _read_past(run_dir)
         if past is None:
@@ -155,13 +156,7 @@ def _address_of(run_dir: Path | None) -> str:
 
 def address_of(run_dir: Path) -> str:
     """Where the service of a run directory serves HTTP; ConfigError if it does not, or if there is no run."""
-    path = run_dir / "addresses.json"
-    try:
-        address = json.loads(path.read_text(encoding="utf-8"))["http"]
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: there is no such file; is {run_dir} the directory of a run?") from None
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from None
+    address = _addresses(run_dir)["http"]
     if address is None:
         raise _NoHttpError(
             f"{run_dir}: this run does not serve HTTP (http.enabled = false); set http.enabled = true and start it again"
@@ -169,10 +164,25 @@ def address_of(run_dir: Path) -> str:
     return str(address)
 
 
-def _fetch(url: str, token_env: str | None) -> bytes:
+def _addresses(run_dir: Path) -> dict[str, Any]:
+    """What the last process of the run noted about where it is; "http" is among it."""
+    path = run_dir / "addresses.json"
+    try:
+        noted = json.loads(path.read_text(encoding="utf-8"))
+        return {**noted, "http": noted["http"]}
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: there is no such file; is {run_dir} the directory of a run?") from None
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from None
+
+
+def _fetch(url: str, token_env: str | None, run: str) -> bytes:
+    """The status; `run` names the run that is asked for, where that is known."""
     import http.client
     import urllib.error
     import urllib.request
+
+    from orchestrator.run.commands import RUN_HEADER
 
     headers = {}
     if token_env:
@@ -182,8 +192,11 @@ def _fetch(url: str, token_env: str | None) -> bytes:
     request = urllib.request.Request(url, headers=headers)  # noqa: S310  the user names the address
     try:
         with urllib.request.urlopen(request, timeout=10) as reply:  # noqa: S310  same
-            return bytes(reply.read())
+            body, answers = bytes(reply.read()), reply.headers.get(RUN_HEADER, run)
     except urllib.error.HTTPError as error:
         raise OrchestratorError(f"{url}: {error.code} {error.reason}") from None
     except (urllib.error.URLError, OSError, http.client.HTTPException) as error:
         raise _NobodyThereError(f"{url}: nothing answers ({error}); is the service running?") from None
+    if run and answers != run:
+        raise _NobodyThereError(f"{url}: another run answers there by now; this one is not running")
+    return body

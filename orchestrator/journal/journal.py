@@ -338,7 +338,7 @@ class Journal:
             self._flushes.discard(future)
 
     def recover(self, *, world_size: int | None = None) -> Recovered:
-        """What a restart needs, as it was when the journal was opened; blocks while it reads the payloads."""
+        """What a restart needs, as it was when the journal was opened; blocks while it reads the payloads, so call it in a thread, before anything is recorded."""
         with JournalReader(self._run_dir) as reader:
             recovered = reader.recover(world_size=world_size, again=self._read_again)
         if damaged := recovered.damaged_rows:

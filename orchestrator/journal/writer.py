@@ -23,7 +23,7 @@ Apply = Callable[[JournalStore], None]
 
 
 class JournalWriter:
-    """Owns the thread and, while it runs, the store. Records are added from the event loop's thread only."""
+    """Owns the thread and, while it runs, the store. Records are added by one thread at a time, as a rule the event loop's."""
 
     def __init__(
         self,

@@ -67,6 +67,9 @@ class Endpoint(msgspec.Struct, frozen=True, tag_field="command", tag="endpoint",
 
 Command = Pause | Resume | Drain | Ratio | Quarantine | Restore | Evaluate | MaxInflight | Endpoint
 
+RUN_HEADER = "Run-Id"
+"""With which a status says whose it is: a port that a killed run had may be another one's by now."""
+
 TOKEN_FILE = "control.token"  # noqa: S105  the name of a file
 """In the run directory: the token that whoever sends a command needs."""
 

@@ -46,7 +46,9 @@ class LogFile(io.TextIOBase):
         return len(text)
 
     def _rotate(self) -> None:
-        self._path.replace(self._path.with_name(f"{self._path.name}.1"))
+        # Gone where somebody has moved or deleted it, or where the new one could not be made the last time.
+        with suppress(FileNotFoundError):
+            self._path.replace(self._path.with_name(f"{self._path.name}.1"))
         full, self._file, self._bytes = self._file, self._open(), 0
         full.close()
 

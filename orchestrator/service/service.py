@@ -205,7 +205,10 @@ class _EndOfRun(Exception):  # noqa: N818  not an error: it ends the group of pa
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Whole or not at all, so that a reader never sees half a file."""
+    """Whole or not at all, so that a reader never sees half a file; JournalError where the disk does not take it."""
     part = path.with_suffix(".part")
-    part.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-    part.replace(path)
+    try:
+        part.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+        part.replace(path)
+    except OSError as error:
+        raise JournalError(f"{path}: cannot be written: {error.strerror}") from None

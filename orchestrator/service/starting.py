@@ -81,7 +81,7 @@ async def start_service(
         front = front or build_front(config)
         # Addresses in use are found before anything is started, and the status can be asked for from here on.
         desk = ControlDesk(front)
-        http_address = await _serve_http(config, stack, front, desk)
+        http_address = await _serve_http(config, stack, front, desk, run_id=journal.run_id)
         embedded = link is not None
         link = link or open_link(
             blueprint.trainer_address(config), keys=secrets.trainer_keys(config), probe_s=PROBE_S
@@ -89,9 +89,10 @@ async def start_service(
         stack.push_async_callback(link.aclose)
         write_json(
             config.run_dir / "addresses.json",
-            {"pid": os.getpid(), "trainer": link.address, "http": http_address},
+            {"pid": os.getpid(), "run": journal.run_id, "trainer": link.address, "http": http_address},
         )
-        recovered = journal.recover(world_size=config.trainer.world_size)
+        # Gigabytes from a slow disk: meanwhile probes are answered, and a signal ends the start.
+        recovered = await asyncio.to_thread(journal.recover, world_size=config.trainer.world_size)
         check_shares(
             [batch for batch in recovered.batches if batch.step not in recovered.acknowledged],
             config.trainer.world_size,
@@ -257,12 +258,14 @@ async def _report_start(front: Front) -> None:
             log.info("run.starting", waits_for=loading)
 
 
-async def _serve_http(config: Config, stack: AsyncExitStack, front: Front, desk: ControlDesk) -> str | None:
+async def _serve_http(
+    config: Config, stack: AsyncExitStack, front: Front, desk: ControlDesk, *, run_id: str
+) -> str | None:
     """Serve from the very start, so that a port in use is found at once."""
     if not config.http.enabled:
         return None
     token = secrets.read_variable("http.token_env", config.http.token_env)
-    app = build_app(status=front.status, metrics=front.metrics, token=token)
+    app = build_app(status=front.status, metrics=front.metrics, token=token, run_id=run_id)
     own_token = stack.enter_context(token_file(config.run_dir))
     add_control(app, tell=desk.tell, tokens=[own_token, *([token] if token else [])])
     feed = live_feed(config.run_dir, front.status)

@@ -110,10 +110,14 @@ def note_identity(config: Config, journal: Journal, train: TrainEnvs) -> None:
 
 
 class EvaluationFile:
-    """The file of evaluation results: written anew at the start, so that it says what the journal says."""
+    """The file of evaluation results: written anew at the start, so that it says what the journal says.
+
+    A line that cannot be written is therefore left out, and said once: the next process has it.
+    """
 
     def __init__(self, run_dir: Path) -> None:
         self._path = run_dir / "evals.jsonl"
+        self._said = False
 
     def rewrite(self, results: Iterable[Mapping[str, Any]]) -> None:
         lines = [json.dumps(result) + "\n" for result in results]
@@ -121,8 +125,14 @@ class EvaluationFile:
             self._path.write_text("".join(lines), encoding="utf-8")
 
     def append(self, result: Mapping[str, Any]) -> None:
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(result) + "\n")
+        try:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(result) + "\n")
+        except OSError as error:
+            if not self._said:
+                note = "the journal has the results; the file has them again after a restart"
+                log.warning("eval.file_failed", path=str(self._path), error=str(error), note=note)
+            self._said = True
 
 
 class Offers:

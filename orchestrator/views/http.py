@@ -25,6 +25,7 @@ from aiohttp import web
 
 from orchestrator.errors import ConfigError
 from orchestrator.facts import Status
+from orchestrator.run.commands import RUN_HEADER
 
 MAX_CONNECTIONS = 256
 """Probes, scrapers and people; what comes on top is closed at once."""
@@ -115,9 +116,11 @@ def build_app(
     status: Callable[[], Status],
     metrics: Callable[[], bytes],
     token: str | None,
+    run_id: str = "",
     clock: Callable[[], float] = time.monotonic,
 ) -> App:
     """What probes, scrapers and `orchestrator status` ask for."""
+    named = {RUN_HEADER: run_id} if run_id else None
     scraped: tuple[float, bytes] = (float("-inf"), b"")
 
     async def healthz(_: Request) -> web.Response:
@@ -128,7 +131,9 @@ def build_app(
         return line(200 if state == "running" else 503, state)
 
     async def api_status(_: Request) -> web.Response:
-        return web.Response(body=msgspec.json.encode(status()), content_type="application/json")
+        return web.Response(
+            body=msgspec.json.encode(status()), content_type="application/json", headers=named
+        )
 
     async def prometheus(_: Request) -> web.Response:
         nonlocal scraped

@@ -97,7 +97,8 @@ def end_of(run_dir: Path) -> tuple[State, str, float]:
         told_at = _time(event.get("time"))
         if event.get("event") == "run.failed" and told_at is not None and told_at >= started - 1:
             return "failed", str(event.get("error")), told_at
-    signs = [run_dir / LOG, *(run_dir / DIRECTORY).glob("*")]
+    # SQLite writes to the index of a WAL for readers too: looking at a run is no sign of its life.
+    signs = [run_dir / LOG, *(p for p in (run_dir / DIRECTORY).glob("*") if not p.name.endswith("-shm"))]
     return "crashed", "there is no record of its end", max(map(_modified, signs), default=started)
 
 

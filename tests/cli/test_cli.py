@@ -242,6 +242,19 @@ class TestStatus:
             assert await asyncio.to_thread(main, ["status", str(tmp_path)]) == 0
         assert "state: running" in capsys.readouterr().out
 
+    async def test_the_status_of_another_run_on_the_same_port_is_not_shown(
+        self, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    ) -> None:
+        """A run that was killed leaves its address behind; who starts another finds the port free, and takes it."""
+        app = build_app(status=sample_status, metrics=bytes, token=None, run_id="mine")
+        async with serve_http(app, host="127.0.0.1", port=0) as address:
+            told = tmp_path / "addresses.json"
+            told.write_text(json.dumps({"run": "another", "http": address}))
+            assert await asyncio.to_thread(main, ["status", str(tmp_path)]) == 1
+            assert "another run answers there" in capsys.readouterr().err
+            told.write_text(json.dumps({"run": "mine", "http": address}))
+            assert await asyncio.to_thread(main, ["status", str(tmp_path)]) == 0
+
     async def test_the_token_is_read_from_a_variable(
         self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -310,6 +323,17 @@ def test_the_package_can_be_run_as_a_module() -> None:
         cwd=ROOT,
     )
     assert (done.returncode, done.stdout.strip()) == (0, __version__)
+
+
+@pytest.mark.parametrize("order", ["run", "eval"])
+def test_a_command_that_runs_for_days_outlives_who_reads_what_it_says(order: str, tmp_path: Path) -> None:
+    """The terminal is closed, or `tee` has ended: whatever is said then is left out, and the exit code is as ever."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    asked = [sys.executable, "-m", "orchestrator", order, str(tmp_path / "missing.toml")]
+    ended = subprocess.run(asked, stdout=writer, stderr=writer, check=False)
+    os.close(writer)
+    assert ended.returncode == 2
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

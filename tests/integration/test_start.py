@@ -3,7 +3,9 @@
 import asyncio
 import json
 import socket
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
@@ -11,6 +13,7 @@ from structlog.testing import capture_logs
 from orchestrator.cli import main
 from orchestrator.config import Config
 from orchestrator.errors import ConfigError, TrainerLinkError
+from orchestrator.journal import Journal, Recovered
 from orchestrator.service import build_front, start_service
 from orchestrator.service.front import Front
 from tests.integration.env_servers import until
@@ -37,6 +40,32 @@ async def test_an_address_in_use_is_found_before_any_environment_is_started(
 async def _start(config: Config, front: Front) -> None:
     async with start_service(config, front=front):
         pass
+
+
+async def test_the_status_can_be_asked_for_while_the_journal_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run with much in its journal, on a slow disk, is not taken for dead by whoever probes it."""
+    recover, reading, go_on = Journal.recover, threading.Event(), threading.Event()
+    told_meanwhile: list[bool] = []
+
+    def slowly(journal: Journal, **options: Any) -> Recovered:
+        reading.set()
+        told_meanwhile.append(go_on.wait(5.0))
+        return recover(journal, **options)
+
+    monkeypatch.setattr(Journal, "recover", slowly)
+    config = make_config(tmp_path / "run", NOWHERE, [env("Waiting", args={"gate": str(tmp_path / "gate")})])
+    front = build_front(config)
+    async with asyncio.TaskGroup() as group:
+        starting = group.create_task(_start(config, front))
+        await until(reading.is_set)
+        code = await asyncio.to_thread(main, ["status", str(tmp_path / "run")])
+        go_on.set()
+        await until(lambda: bool(told_meanwhile))
+        starting.cancel()
+    assert (code, told_meanwhile) == (0, [True])
+    assert "the journal to be read" in capsys.readouterr().out
 
 
 async def test_the_status_says_from_the_start_what_is_waited_for(

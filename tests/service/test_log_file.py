@@ -65,6 +65,17 @@ def test_a_line_that_cannot_be_written_is_left_out(tmp_path: Path) -> None:
     assert LogFile(tmp_path / "log", max_bytes=100).write("lost\n") == 5
 
 
+def test_a_log_that_somebody_took_away_begins_anew_when_it_is_full(tmp_path: Path) -> None:
+    """Deleted to make room, or moved by another program: what comes after the next rotation is there again."""
+    path = tmp_path / "log"
+    log = LogFile(path, max_bytes=100)
+    log.write("x" * 60 + "\n")
+    path.unlink()
+    log.write("y" * 60 + "\n")
+    log.write("the last\n")
+    assert path.read_text().endswith("the last\n")
+
+
 def test_a_directory_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
     """It is the run directory's fault, which has an exit code of its own."""
     (tmp_path / "run").write_text("a file")

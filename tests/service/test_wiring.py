@@ -95,6 +95,16 @@ def test_the_file_of_evaluations_says_what_the_journal_says(tmp_path: Path) -> N
     assert path.read_text() == ""
 
 
+def test_a_result_that_cannot_be_written_does_not_end_the_run(tmp_path: Path) -> None:
+    """It is in the journal; a full disk or a file of another user costs a line of this file alone."""
+    results = EvaluationFile(tmp_path)
+    (tmp_path / "evals.jsonl").mkdir()
+    results.append({"step": 1})
+    (tmp_path / "evals.jsonl").rmdir()
+    results.append({"step": 2})
+    assert json.loads((tmp_path / "evals.jsonl").read_text()) == {"step": 2}
+
+
 def test_a_run_without_evaluations_has_no_file_of_them(tmp_path: Path) -> None:
     """Nothing is written where nothing was evaluated."""
     EvaluationFile(tmp_path).rewrite([])

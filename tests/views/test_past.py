@@ -69,6 +69,28 @@ def age(path: Path, seconds: float) -> None:
     os.utime(path, (time.time() - seconds,) * 2)
 
 
+def test_looking_at_a_run_that_was_killed_is_no_sign_of_its_life(tmp_path: Path) -> None:
+    """SQLite touches a file of the journal whenever one that was not closed is read."""
+    code = (
+        "import asyncio, os, sys; from pathlib import Path\n"
+        "from tests.support.journal_opening import open_journal; from tests.views.test_past import form\n"
+        "async def main():\n"
+        "    async with open_journal(Path(sys.argv[1])) as journal:\n"
+        "        await form(journal, 1)\n"
+        "        os._exit(9)\n"
+        "asyncio.run(main())\n"
+    )
+    asked = [sys.executable, "-c", code, str(tmp_path)]
+    killed = subprocess.run(asked, cwd=Path(__file__).parents[2], check=False)
+    assert killed.returncode == 9
+    for path in (tmp_path / "journal").iterdir():
+        age(path, 3600.0)
+    read_past(tmp_path)
+    past = read_past(tmp_path)
+    assert past.state == "crashed"
+    assert past.at < time.time() - 3000.0
+
+
 async def test_it_says_how_far_the_run_came(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Steps, rewards, evaluations and when; the exit code says that nobody runs it."""
     summarise(run_dir)
