@@ -8,13 +8,11 @@ problem. Like all checks, these look at data that may be of the wrong type, and 
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from fractions import Fraction
 from itertools import pairwise
 from typing import Any
 
+from orchestrator.buffer import BatchBuffer
 from orchestrator.buffer.minimums import BatchMinimums, achievable_minimums, reachable_sums
-from orchestrator.buffer.quotas import apportion
-from orchestrator.buffer.subset_sum import meets, window
 from orchestrator.config.domains import raw_domain_of, raw_targets
 from orchestrator.config.env_sections import TrainConfig
 from orchestrator.config.sections import MOST_SEQUENCES, BatchConfig
@@ -22,8 +20,9 @@ from orchestrator.config.shapes import Problem
 from orchestrator.mix.strategy import MixError
 from orchestrator.mix.targets import EnvShare, mix_targets
 
-# Quotas are only tried out below this batch size, so that a check ends at once.
-_MOST_TRIED = 1 << 16
+# Quotas are only tried out below this batch size, and for so many batches, so that a check ends at once.
+_MOST_TRIED = 1 << 12
+_BATCHES_TRIED = 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,19 +140,18 @@ def _targets(plan: _Plan) -> dict[str, float] | None:
 
 
 def _meets_quotas(plan: _Plan, targets: Mapping[str, float]) -> bool:
-    """Whether the first batch can be made with every env less than the largest group away from its quota."""
+    """Whether batch after batch can be made where enough of every env is queued: what one owes, the next makes up for."""
     if plan.size > _MOST_TRIED:
         return True
-    counts = apportion({env: Fraction(str(target)) * plan.size for env, target in targets.items()}, plan.size)
-    sizes = {env.name: env.group_size for env in plan.envs}
-    most = max(sizes.values()) - 1
-    return meets(
-        plan.size,
-        [
-            window(reachable_sums({env: sizes[env]}, plan.size), max(0, count - most), count + most)
-            for env, count in counts.items()
-        ],
-    )
+    buffer = BatchBuffer[None](plan.size, quotas=targets, on_starved="wait")
+    for _ in range(_BATCHES_TRIED):
+        queued = buffer.queued_by_env
+        for env, size in plan.sizes.items():
+            for _ in range(queued.get(env, 0), 2 * plan.size, size):
+                buffer.add(None, env=env, size=size)
+        if buffer.take() is None:
+            return False
+    return True
 
 
 def find_misfit_warnings(data: Mapping[str, Any]) -> Iterator[Problem]:

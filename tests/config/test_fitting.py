@@ -149,6 +149,12 @@ class TestQuotas:
         redistribute = quotas.replace('on_starved = "wait"', "").strip()
         assert load_config(written(tmp_path, f'{redistribute}\non_stuck = "wait"', env(8), env(6)))
 
+    def test_quotas_that_only_the_first_batch_comes_near(self, tmp_path: Path) -> None:
+        """20 and 44 are the only whole groups that make 64; the second batch would have to make up for the first."""
+        batch = 'size = 64\nquotas = true\non_starved = "wait"\non_stuck = "wait"'
+        said = problem(written(tmp_path, batch, env(5, ratio=0.2), env(11)))
+        assert "batch.quotas: whole groups of 5, 11 never come near enough" in said
+
     def test_quotas_that_whole_groups_can_follow(self, tmp_path: Path) -> None:
         """Groups of 8 make halves of 32."""
         quotas = 'size = 32\nquotas = true\non_starved = "wait"\non_stuck = "wait"'
