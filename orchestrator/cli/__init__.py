@@ -6,6 +6,7 @@ A user's mistake prints one line on standard error, never a traceback; a traceba
 import argparse
 import io
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -27,6 +28,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments.overrides = rest
     try:
         code = int(arguments.run(arguments))
+        sys.stdout.flush()
+    except BrokenPipeError:
+        if sys.__stdout__ is None or sys.stdout is not sys.__stdout__:
+            raise  # of something else: commands that run for days outlive who reads what they say
+        # `head` has read enough. What is still in the buffer must not be tried again at the end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.__stdout__.fileno())
+        code = 128 + signal.SIGPIPE
     except OrchestratorError as error:
         # The message may quote an environment, a server or its log.
         print(f"orchestrator: {plain_lines(str(error))}", file=sys.stderr)

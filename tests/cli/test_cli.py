@@ -336,6 +336,16 @@ def test_a_command_that_runs_for_days_outlives_who_reads_what_it_says(order: str
     assert ended.returncode == 2
 
 
+def test_a_command_whose_output_nobody_reads_ends_quietly() -> None:
+    """As in `orchestrator schema | head -1`."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    asked = [sys.executable, "-m", "orchestrator", "schema"]
+    ended = subprocess.run(asked, stdout=writer, stderr=subprocess.PIPE, check=False)
+    os.close(writer)
+    assert (ended.returncode, ended.stderr) == (128 + signal.SIGPIPE, b"")
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_while_waiting_for_inference_servers_ends_quietly(
     tmp_path: Path, number: signal.Signals
