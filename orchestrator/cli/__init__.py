@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments.overrides = rest
     try:
         code = int(arguments.run(arguments))
-        sys.stdout.flush()
+        print(end="", flush=True)
     except BrokenPipeError:
         if sys.__stdout__ is None or sys.stdout is not sys.__stdout__:
             raise  # of something else: commands that run for days outlive who reads what they say
