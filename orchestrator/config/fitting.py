@@ -20,9 +20,10 @@ from orchestrator.config.shapes import Problem
 from orchestrator.mix.strategy import MixError
 from orchestrator.mix.targets import EnvShare, mix_targets
 
-# Quotas are only tried out below this batch size, and for so many batches, so that a check ends at once.
-_MOST_TRIED = 1 << 12
+# Quotas are only tried out below this batch size, and for a number of batches that so many groups make, so that a check ends soon.
+_MOST_TRIED = 1 << 16
 _BATCHES_TRIED = 24
+_GROUPS_TRIED = 50_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +145,8 @@ def _meets_quotas(plan: _Plan, targets: Mapping[str, float]) -> bool:
     if plan.size > _MOST_TRIED:
         return True
     buffer = BatchBuffer[None](plan.size, quotas=targets, on_starved="wait")
-    for _ in range(_BATCHES_TRIED):
+    groups = sum(2 * plan.size // size for size in plan.sizes.values())
+    for _ in range(max(1, min(_BATCHES_TRIED, _GROUPS_TRIED // groups))):
         queued = buffer.queued_by_env
         for env, size in plan.sizes.items():
             for _ in range(queued.get(env, 0), 2 * plan.size, size):

@@ -145,7 +145,7 @@ async def test_a_file_that_can_be_written_again_has_every_line_and_so_have_the_t
         await form(journal, 2)
         journal.record_acknowledged(2)
         await journal.flush()
-        await asyncio.sleep(0.1)
+        await until(lambda: following._failing)
         path.rmdir()
         await until(lambda: told == [1, 2])
         await form(journal, 3)
