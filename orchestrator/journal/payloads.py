@@ -7,32 +7,29 @@ offset, the size and a checksum. Payloads are appended to numbered files ("segme
 any more is overwritten as a new one, or deleted, so space is given back without moving data. They are files of
 their own rather than SQLite blobs because the way through the WAL and the checkpoint costs several times the CPU.
 A segment begins with 64 bytes that name its run (those that schema 1 wrote do not; offsets count from the start of the
-file either way).
+file either way). What a transaction adds begins at a whole block and is filled up to one (see `stage`).
 
-Appending does not reach the disk by itself: `sync` does, and the caller runs it before it makes rows durable.
+Appended payloads are sure to be on disk after `sync` only, and the caller runs it before it makes rows durable.
 """
 
-import errno
 import os
 import struct
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import numpy as np
 
 from orchestrator.groups.group import FACTS, Group, plain_facts
 from orchestrator.journal.directory import make_private, open_private, sync_file
+from orchestrator.journal.stage import Stage
 from orchestrator.tasks.task import TrainTask
 
 SEGMENT_BYTES = 32 * 1024 * 1024
-_IOV_MAX = 1024
-_BUFFERS_PER_WRITE = 6
-"""About one group's: what was just summed up is still in the processor's cache when it is copied."""
-
 _SPARE_SEGMENTS = 4
-"""Segments kept for overwriting: writing into pages that exist costs a third of making new ones."""
+"""Segments kept for overwriting: their blocks need not be found, and noted, again."""
 
 RAW, ZLIB = 4, 5
 """Codecs of a payload."""
@@ -50,8 +47,7 @@ class DamagedPayloadError(Exception):
     """A payload that is missing, short or does not have its checksum, or a row that is not what was recorded."""
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(msgspec.Struct, frozen=True, gc=False):
     """Where a payload lies."""
 
     segment: int
@@ -63,24 +59,18 @@ class Place:
 
 def parts_of(group: Group) -> list[memoryview]:
     """The pieces of a group's payload in their order; large arrays are not copied."""
-    small = (
+    arrays = (
         np.asarray(group.lengths, dtype="<i4"),
         np.ascontiguousarray(group.rewards, dtype="<f4"),
         np.ascontiguousarray(group.advantages, dtype="<f4"),
-    )
-    facts = np.ascontiguousarray(group.facts, dtype=FACTS)
-    large = (
+        np.ascontiguousarray(group.facts, dtype=FACTS).view("u1"),
         np.ascontiguousarray(group.tokens, dtype="<i4"),
         np.ascontiguousarray(group.logprobs, dtype="<f4"),
         np.ascontiguousarray(group.mask, dtype="u1"),
     )
-    filling = bytes(-4 * group.size % 8)
-    parts = [memoryview(b"".join([array.tobytes() + filling for array in small]) + facts.tobytes())]
-    parts.extend(array.data.cast("B") for array in large if array.size)
-    if group.details:
-        parts.append(memoryview(group.details))
-    if group.transcript:
-        parts.append(memoryview(group.transcript))
+    parts = [array.data.cast("B") for array in arrays if array.size]
+    parts.append(memoryview(group.details))
+    parts.append(memoryview(group.transcript))
     return parts
 
 
@@ -131,25 +121,22 @@ def group_from(
     )
 
 
-def checksum(parts: Sequence[memoryview]) -> int:
-    """The sum of the 64-bit words, each part filled up with zeros, as a signed number of 64 bits.
+def checksum(data: memoryview) -> int:
+    """The sum of the 64-bit words, filled up with zeros, as a signed number of 64 bits.
 
     It is to tell pages that a power cut or an overwriting left from the right ones, and to find any flipped bit, at
     the speed of memory.
     """
-    total = 0
-    for part in parts:
-        words, rest = divmod(part.nbytes, 8)
-        if words:
-            total += int(np.add.reduce(np.frombuffer(part, "<u8", words)))
-        if rest:
-            total += int.from_bytes(part[-rest:], "little")
+    words, rest = divmod(data.nbytes, 8)
+    total = int(np.add.reduce(np.frombuffer(data, "<u8", words))) if words else 0
+    if rest:
+        total += int.from_bytes(data[-rest:], "little")
     total &= 0xFFFF_FFFF_FFFF_FFFF
     return total - (1 << 64) if total >> 63 else total
 
 
 def _has_checksum(data: memoryview, place: Place) -> bool:
-    found = checksum([data])
+    found = checksum(data)
     return (found & 0x7FFF_FFFF_FFFF_FFFF if place.codec in _OLD_CODECS else found) == place.checksum
 
 
@@ -234,7 +221,9 @@ def read_payload(directory: Path, place: Place) -> bytearray:
 class PayloadWriter:
     """Appends payloads. Not thread-safe; owned by the journal's writer thread."""
 
-    def __init__(self, directory: Path, *, run_id: str, compress: int, segment_bytes: int) -> None:
+    def __init__(
+        self, directory: Path, *, run_id: str, compress: int, segment_bytes: int, direct: bool
+    ) -> None:
         self._directory = directory
         self._run_id = run_id
         self._compress = compress
@@ -247,8 +236,8 @@ class PayloadWriter:
         # A segment of an earlier process may end in bytes that no row knows of, so it is never appended to.
         self._segment = max(segments_in(directory), default=0)
         self._fd = -1
-        self._end = self._kept_end = 0
-        self._buffers: list[memoryview] = []
+        self._stage = Stage(direct=direct)
+        self._kept_end = 0
         self._unsynced: list[int] = []
         self._new_names = False
         self._spare: list[Path] = []
@@ -267,7 +256,7 @@ class PayloadWriter:
 
     def add(self, parts: Sequence[memoryview]) -> Place:
         """Line a payload up for the next `write`."""
-        if self._fd < 0 or (self._end >= self._segment_bytes and self._end == self._kept_end):
+        if self._fd < 0 or self._kept_end == self._stage.end >= self._segment_bytes:
             self._next_segment()
         codec = RAW
         if self._compress:
@@ -279,42 +268,26 @@ class PayloadWriter:
         if self._fd < 0:
             self._next_segment()
         moved = self._append([memoryview(read_stored(self._directory, place))], place.codec)
-        return replace(moved, checksum=place.checksum)
+        return msgspec.structs.replace(moved, checksum=place.checksum)
 
     def _append(self, parts: Sequence[memoryview], codec: int) -> Place:
-        sum_of_words = checksum(parts)
-        parts = _filled_up(parts)
-        size = sum(part.nbytes for part in parts)
-        place = Place(self._segment, self._end, size, codec, sum_of_words)
-        self._buffers.extend(parts)
-        self._end += size
-        if len(self._buffers) >= _BUFFERS_PER_WRITE:
-            self.write()
-        return place
+        offset = self._stage.end
+        size, sum_of_words = self._stage.add(parts)
+        return Place(self._segment, offset, size, codec, sum_of_words)
 
     def write(self) -> None:
         """Write what was added; on OSError nothing of it counts and `discard` makes that true on disk too."""
-        buffers, start = self._buffers, 0
-        while start < len(buffers):
-            count = os.writev(self._fd, buffers[start : start + _IOV_MAX])
-            while start < len(buffers) and count >= buffers[start].nbytes:
-                count -= buffers[start].nbytes
-                start += 1
-            if count:
-                buffers[start] = buffers[start][count:]
-        buffers.clear()
+        self._stage.write()
 
     def keep(self) -> None:
         """What was written is now referred to."""
-        self._kept_end = self._end
+        self._kept_end = self._stage.end
 
     def discard(self) -> None:
         """Forget what was added since the last `keep`, and what of it was written."""
         if self._fd >= 0:
             os.ftruncate(self._fd, self._kept_end)
-            os.lseek(self._fd, self._kept_end, os.SEEK_SET)
-        self._end = self._kept_end
-        self._buffers.clear()
+            self._stage.use(self._fd, self._kept_end)
 
     def sync(self) -> None:
         """Bring every payload written so far to disk."""
@@ -331,7 +304,7 @@ class PayloadWriter:
     def size_of(self, segment: int) -> int:
         """Bytes that a segment takes on disk."""
         if segment == self._segment:
-            return self._end
+            return self._stage.end
         size = self._sizes.get(segment)
         if size is None:
             size = self._sizes[segment] = segment_path(self._directory, segment).stat().st_size
@@ -364,16 +337,16 @@ class PayloadWriter:
             self._spare.pop().rename(path)
         fd = open_private(path, os.O_WRONLY | os.O_CREAT)
         try:
-            header = SegmentHeader(self._run_id, number, self.step).encode()
-            if os.write(fd, header) < len(header):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self._stage.use(fd, 0)
+            self._stage.add([memoryview(SegmentHeader(self._run_id, number, self.step).encode())])
+            self._stage.write()
         except OSError:
             os.close(fd)
             raise
         if self._fd >= 0:
             self._unsynced.append(self._fd)
         self._segment, self._fd, self._new_names = number, fd, True
-        self._end = self._kept_end = len(header)
+        self._kept_end = self._stage.end
 
 
 def _filled_up(parts: Sequence[memoryview]) -> list[memoryview]:

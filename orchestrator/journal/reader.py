@@ -366,7 +366,9 @@ class JournalReader:
             )
         if given_back:
             raise JournalError(f"{self._path}: {given_back} batches are given back, but not acknowledged")
-        rows = self._rows("SELECT step, acknowledged_at IS NOT NULL FROM batches WHERE kept ORDER BY step")
+        rows = self._rows(
+            "SELECT step, acknowledged_at IS NOT NULL FROM batches WHERE kept = 1 ORDER BY step"
+        )
         return [(step, bool(acknowledged)) for step, acknowledged in rows]
 
     def _kept_batch(self, step: int, acknowledged: bool) -> Batch | None:

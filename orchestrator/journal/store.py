@@ -33,13 +33,16 @@ from orchestrator.journal.rows import (
 )
 
 CHECKPOINT_BYTES = 16 * 1024 * 1024
-"""Size of the WAL at which it is folded into the database."""
+"""Size of the WAL at which it is folded into the database, while that is small."""
 
+_READ_FOR_EACH = 8
+"""How many bytes of the database may be read for each byte of the WAL that is folded into it."""
 
 CHECKPOINT = "checkpointed_step"
 """Under which the step is noted that the trainer reported as saved last."""
 
-_ACKNOWLEDGED = "SELECT step FROM batches WHERE kept AND acknowledged_at IS NOT NULL"
+# As a number, by which an index is: there are as many rows as there were steps.
+_ACKNOWLEDGED = "SELECT step FROM batches WHERE kept = 1 AND acknowledged_at IS NOT NULL"
 
 
 class JournalStore:
@@ -68,6 +71,8 @@ class JournalStore:
                 run_id=self._mark.mark.run_id,
                 compress=compress,
                 segment_bytes=segment_bytes,
+                # Without it nothing has to reach the disk soon, and what is overwritten before never has to.
+                direct=fsync,
             )
             self._payloads.step = self._mark.mark.step
             # Bytes per segment that rows refer to. A segment that none refers to is an uncommitted rest; one that
@@ -108,7 +113,7 @@ class JournalStore:
         # What becomes of `kept` and the checkpoint when this transaction is committed.
         self._next_kept, self._next_checkpoint = self.kept, self._checkpoint
         self._now = 0.0
-        self._next_checkpoint_bytes = CHECKPOINT_BYTES
+        self._fold_at_bytes = self._foldable_bytes()
 
     def begin(self, *, sync: bool) -> None:
         """Start a transaction; `sync` as its commit will have it."""
@@ -341,7 +346,7 @@ class JournalStore:
             # A batch's commit was brought to disk, and everything before it too.
             self._mark.write(step=step, acknowledged=acknowledged)
         self._compact()
-        if force or self._wal_bytes() > self._next_checkpoint_bytes:
+        if force or self._wal_bytes() > self._fold_at_bytes:
             self._fold(last=force)
 
     def _fold(self, *, last: bool) -> None:
@@ -355,7 +360,7 @@ class JournalStore:
         self._connection.execute("PRAGMA busy_timeout = 0")
         busy, *_ = self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
         self._connection.execute("PRAGMA busy_timeout = 5000")
-        self._next_checkpoint_bytes = CHECKPOINT_BYTES + (self._wal_bytes() if busy else 0)
+        self._fold_at_bytes = self._foldable_bytes() + (self._wal_bytes() if busy else 0)
         generation = self._mark.mark.generation
         if not last:
             # So that there is always something in the WAL that would be missed if the file were lost.
@@ -421,6 +426,10 @@ class JournalStore:
             return self._wal.stat().st_size
         except FileNotFoundError:
             return 0
+
+    def _foldable_bytes(self) -> int:
+        """How long a WAL is folded. All of the database is read then, for its digest: so the larger it is, the longer."""
+        return max(CHECKPOINT_BYTES, self._path.stat().st_size // _READ_FOR_EACH)
 
     def _clear(self) -> None:
         self._new_groups.clear()

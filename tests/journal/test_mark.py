@@ -200,7 +200,7 @@ async def test_a_run_that_folds_its_wal_and_is_killed_opens_without_a_word(tmp_p
             store.add_group(group)
         store.add_batch(make_batch(step), None, {})
         store.commit(sync=True)
-        store._next_checkpoint_bytes = 0
+        store._fold_at_bytes = 0
         store.tidy()
     shutil.copytree(tmp_path / "live", tmp_path / "killed")
     store.close()

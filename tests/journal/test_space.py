@@ -7,10 +7,14 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from orchestrator.journal import store as stores
+from orchestrator.journal.mark import DatabaseFile
 from orchestrator.journal.reader import JournalReader
+from orchestrator.journal.stage import BLOCK_BYTES
 from orchestrator.journal.store import JournalStore
 from tests.support.journal_groups import all_facts, facts, make_batch, make_group
 from tests.support.journal_opening import open_store
@@ -57,6 +61,67 @@ def test_the_files_do_not_grow_with_the_run(tmp_path: Path) -> None:
     store.close()
 
 
+class Counting(sqlite3.Connection):
+    """Counts the steps of SQLite's machine, which are the same on every computer."""
+
+    steps = 0
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.set_progress_handler(self._count, 1)
+
+    def _count(self) -> int:
+        Counting.steps += 1
+        return 0
+
+
+def test_a_step_costs_no_more_late_in_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is looked up for it is found without going through all the steps before."""
+    monkeypatch.setattr(sqlite3, "connect", partial(sqlite3.connect, factory=Counting))
+    store = make_store(tmp_path)
+    took = []
+    for step in range(1, 401):
+        Counting.steps = 0
+        run_steps(store, step, step)
+        took.append(Counting.steps)
+    assert sum(took[-20:]) < 1.1 * sum(took[20:40])
+    store.close()
+
+
+def test_looking_the_database_over_costs_no_more_than_writing_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its digest is taken whenever the WAL is folded into it: the more seldom, the larger it is."""
+    monkeypatch.setattr(stores, "CHECKPOINT_BYTES", 64 * 1024)
+    database, wal = (tmp_path / "journal" / f"journal.sqlite3{end}" for end in ("", "-wal"))
+    read = []
+    digest = DatabaseFile.digest
+
+    def counted(file: DatabaseFile) -> str:
+        read.append(database.stat().st_size)
+        return digest(file)
+
+    monkeypatch.setattr(DatabaseFile, "digest", counted)
+    store = make_store(tmp_path)
+    folded = 0
+    read.clear()
+    states = {"large": "".join(f"{number} " for number in range(2000))}
+    for step in range(1, 501):
+        batch = make_batch(step, 1)
+        store.begin(sync=False)
+        store.add_group(batch.groups[0])
+        store.add_batch(batch, None, states)
+        store.acknowledge(step)
+        store.commit(sync=False)
+        before, size = len(read), wal.stat().st_size
+        store.tidy()
+        folded += size if len(read) > before else 0
+    assert len(read) > 10
+    assert read[-1] > 8 * stores.CHECKPOINT_BYTES
+    assert sum(read) < 9 * folded
+    store.close()
+
+
 def test_a_group_that_waits_for_long_does_not_keep_its_segment(tmp_path: Path) -> None:
     """What is left of old segments is moved together, and is still whole."""
     store = make_store(tmp_path)
@@ -67,7 +132,7 @@ def test_a_group_that_waits_for_long_does_not_keep_its_segment(tmp_path: Path) -
         store.commit(sync=False)
         run_steps(store, 1 + 20 * number, 20 * (number + 1))
     live = sum(len(group.tokens) * 9 + group.facts.nbytes + len(group.details) + 200 for group in waiting)
-    assert payload_bytes(tmp_path) < 4 * live + 8 * SEGMENT_BYTES
+    assert payload_bytes(tmp_path) < 4 * live + 8 * (SEGMENT_BYTES + BLOCK_BYTES)
     with JournalReader(tmp_path) as reader:
         assert [all_facts(group) for group in reader.recover().groups] == [
             all_facts(group) for group in waiting
@@ -88,7 +153,7 @@ def test_payloads_that_no_row_refers_to_are_deleted_at_the_next_start(tmp_path: 
 
 def test_a_transaction_that_fails_leaves_no_trace(tmp_path: Path) -> None:
     """Neither rows nor payload bytes, and the store goes on."""
-    store = make_store(tmp_path)
+    store = open_store(tmp_path)
     run_steps(store, 1, 1)
     before = payload_bytes(tmp_path)
     store.begin(sync=False)
