@@ -47,8 +47,22 @@ __all__ = [
 
 log = structlog.get_logger()
 
-_SOCKETS, _DESCRIPTORS = 4096, 8192
-"""Where sources name the servers, of which there may be many: three ZMQ sockets and four descriptors for each."""
+Context = zmq.Context[zmq.Socket[bytes]]
+
+_SOCKETS, _DESCRIPTORS = 65535, 8192
+"""There may be many servers: three ZMQ sockets and four descriptors for each. The first is the most that libzmq takes."""
+
+
+def _open_context() -> Context:
+    """ZMQ's thread and sockets. Envs of one process share one: a thread for each would be woken by itself for every few messages."""
+    context: Context = zmq.Context()
+    context.set(zmq.MAX_SOCKETS, _SOCKETS)
+    return context
+
+
+def _end_context(context: Context) -> None:
+    # Closes what is still open too: ending a context waits for its sockets.
+    context.destroy(linger=200)
 
 
 class Env:
@@ -76,7 +90,7 @@ class Env:
         self._group_scored = False
         self._closed = False
         self._launcher: ServerLauncher | None = None
-        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._own_context: Context | None = None
         self._waiting: list[asyncio.Future[None]] = []
 
     @property
@@ -149,15 +163,14 @@ class Env:
         """The latest statistics of each server, by name."""
         return {slot.name: slot.link.stats if slot.link is not None else None for slot in self._all_slots}
 
-    async def spawn(self) -> None:
-        """Start the servers; for servers elsewhere there is nothing to start."""
+    async def spawn(self, context: Context | None = None) -> None:
+        """Start the servers; for servers elsewhere there is nothing to start. `context`: somebody else's, to be used."""
         if self._launcher is not None:
             raise EnvError(self.name, "spawn() was called already")
-        self._context = zmq.Context()
-        if self.membership:
-            self._context.set(zmq.MAX_SOCKETS, _SOCKETS)
-            raise_descriptor_limit(_DESCRIPTORS)
-        self._launcher = ServerLauncher(self.spec, self._context, self._waiting)
+        if context is None:
+            context = self._own_context = _open_context()
+        raise_descriptor_limit(_DESCRIPTORS)
+        self._launcher = ServerLauncher(self.spec, context, self._waiting)
         await self._launcher.prepare()
         count = len(self.spec.addresses) if self.spec.elsewhere else self.spec.workers
         self._slots = [self._slot(self._launcher, next(self._numbers)) for _ in range(count)]
@@ -208,10 +221,9 @@ class Env:
             self._on_credit(False)
             if self._launcher is not None:
                 await self._launcher.aclose()
-            if self._context is not None:
-                # Closes what is still open too: ending a context waits for its sockets.
-                self._context.destroy(linger=200)
-                self._context = None
+            if self._own_context is not None:
+                _end_context(self._own_context)
+                self._own_context = None
 
     async def __aenter__(self) -> Self:
         """Spawn and connect; what was started is ended again when that fails."""
@@ -397,6 +409,7 @@ class Envs(Mapping[str, AnyEnv], Generic[AnyEnv]):
             raise ValueError(
                 f"environments must have unique names; more than one is called {', '.join(twice)}"
             )
+        self._context: Context | None = None
 
     def __getitem__(self, name: str) -> AnyEnv:
         return self._envs[name]
@@ -409,8 +422,9 @@ class Envs(Mapping[str, AnyEnv], Generic[AnyEnv]):
 
     async def spawn(self) -> None:
         """Start all servers; they load while this returns."""
+        self._context = _open_context()
         for env in self._envs.values():
-            await env.spawn()
+            await env.spawn(self._context)
 
     async def connect(self) -> None:
         """Wait until every server of every environment is ready."""
@@ -422,7 +436,12 @@ class Envs(Mapping[str, AnyEnv], Generic[AnyEnv]):
 
     async def shutdown(self, *, grace_s: float = STOP_GRACE_S) -> None:
         """End all servers."""
-        await side_by_side(env.shutdown(grace_s=grace_s) for env in self._envs.values())
+        try:
+            await side_by_side(env.shutdown(grace_s=grace_s) for env in self._envs.values())
+        finally:
+            if self._context is not None:
+                _end_context(self._context)
+                self._context = None
 
 
 class TrainEnvs(Envs[TrainEnv]):

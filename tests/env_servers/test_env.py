@@ -22,6 +22,13 @@ from orchestrator.errors import EnvError, EnvLostError, EnvProtocolError, EnvSta
 from tests.env_servers.test_link import Ends, ScriptedServer
 from tests.support.env_specs import env_spec, eval_settings, free_room, restart_policy, train_settings
 
+THREADS = Path("/proc/self/task")
+
+
+def threads() -> int:
+    """Of this process, those of libraries too."""
+    return len(list(THREADS.iterdir()))
+
 
 def test_restarts_pause_twice_as_long_each_time_until_the_budget_is_used_up() -> None:
     """A server that dies in a loop is restarted ever later, and then no more."""
@@ -230,6 +237,26 @@ def test_names_are_unique() -> None:
     with pytest.raises(ValueError, match="more than one is called a"):
         TrainEnvs(envs)
     assert list(TrainEnvs(envs[:1])) == ["a"]
+
+
+@pytest.mark.skipif(not THREADS.is_dir(), reason="threads of libraries are counted in /proc")
+async def test_many_environments_share_the_threads_of_zmq(tmp_path: Path) -> None:
+    """More servers than libzmq has sockets for by default, and no thread for each of their environments."""
+    addresses = [f"ipc://{tmp_path}/{number}" for number in range(40)]
+    envs = TrainEnvs(
+        [
+            TrainEnv(env_spec(name=f"e{n}", addresses=addresses, ready_timeout_s=0.1), train_settings())
+            for n in range(10)
+        ]
+    )
+    before = threads()
+    try:
+        await envs.spawn()
+        with pytest.raises(EnvStartupError):
+            await envs.connect()  # nobody listens there
+        assert threads() - before <= 2
+    finally:
+        await envs.shutdown()
 
 
 async def test_the_first_error_of_several_is_raised_as_itself() -> None:

@@ -71,9 +71,8 @@ async def test_stopping_a_child_that_obeys_needs_no_force(tmp_path: Path) -> Non
 
 async def test_stopping_a_child_that_does_not_obey_ends_in_sigkill(tmp_path: Path) -> None:
     """And takes its whole group along, a stopped process too."""
-    code = (
-        "import os, signal; signal.signal(15, signal.SIG_IGN); print(os.fork(), flush=True); signal.pause()"
-    )
+    # One write for each line: two processes that print would get theirs mixed up.
+    code = "import os, signal; signal.signal(15, signal.SIG_IGN); os.write(1, b'%d\\n' % os.fork()); signal.pause()"
     process = child(tmp_path, code)
     await until(lambda: len(process.log_tail().splitlines()) == 2)
     grandchild = max(int(pid) for pid in process.log_tail().split())
