@@ -193,14 +193,15 @@ class WeightSync:
             # cannot be loaded again. After a load that failed, vLLM ends and starts with them, SGLang goes back.
             self._settle(endpoint, target, label=None, adapter="")
             return
-        # The folder may be gone by the time that a restarted engine needs it, so it is looked at every time.
-        path = await check_weights(
-            self.update, target.version, target.path, local=self._check_paths, remedy=_AT_LOADING
-        )
+        # Before the disk is looked at, which may take its time: nobody is to give the version up meanwhile.
         endpoint.updating = True
-        endpoint.forget_weights()
-        endpoint.version_newest = max(endpoint.version_newest, target.version)
         try:
+            # The folder may be gone by the time that a restarted engine needs it, so it is looked at every time.
+            path = await check_weights(
+                self.update, target.version, target.path, local=self._check_paths, remedy=_AT_LOADING
+            )
+            endpoint.forget_weights()
+            endpoint.version_newest = max(endpoint.version_newest, target.version)
             request = UpdateRequest(
                 engine=api,
                 version=target.version,

@@ -2,6 +2,8 @@
 
 import asyncio
 import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -147,6 +149,33 @@ async def test_a_version_is_not_given_up_while_an_engine_is_on_its_way_to_it(tmp
             assert (second.weights, pool.version, pool.loaded.version) == (str(new), 2, 2)
             await until(lambda: "size mismatch" in pool.endpoints[0].error)
             assert pool.missing_weights == ""
+
+
+async def test_a_version_is_not_given_up_while_its_folder_is_looked_at_for_an_engine(tmp_path: Path) -> None:
+    """An engine on its way back counts from the beginning, however long the disk takes before it is told to load."""
+    old, new = folder_of_weights(tmp_path, "old"), folder_of_weights(tmp_path, "new")
+    disk, slow = ThreadPoolExecutor(1), threading.Event()
+    asyncio.get_running_loop().set_default_executor(disk)
+    async with ScriptedEngine(refused={str(new)}) as first, ScriptedEngine() as second:
+        pool = build_pool(first, second, update="vllm")
+        async with running(pool) as until:
+            await pool.update_weights(1, str(old))
+            second.restart()
+            second.broken["/health"] = 500
+            await until(lambda: pool.endpoints[1].state is EndpointState.LOST)
+            first.stuck.add("/collective_rpc")
+            update = asyncio.create_task(pool.update_weights(2, str(new)))
+            await until(lambda: pool.endpoints[0].updating)
+            disk.submit(slow.wait)
+            del second.broken["/health"]
+            await until(pool.endpoints[1].lock.locked)
+            first.unstick()
+            await until(lambda: pool.endpoints[0].state is EndpointState.LOST)
+            slow.set()
+            report = await update
+            assert (report.updated, list(report.failed)) == ((), [first.base_url])
+            await until(lambda: pool.ready)
+            assert (second.weights, pool.version, pool.loaded.version) == (str(new), 2, 2)
 
 
 async def test_a_version_counts_as_loaded_only_once_an_engine_has_it(tmp_path: Path) -> None:
