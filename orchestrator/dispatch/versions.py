@@ -3,7 +3,8 @@
 Staleness of a group = versions published between the oldest one that sampled it and its batch's training, queue time
 included. Published versions are counted, so a trainer may number them as it likes. A batch that follows `k` untrained
 ones is trained `k` versions after the newest, because the trainer publishes at most one version per step, before it
-acknowledges it. So a version has a last step that may train on it, which never comes earlier as the run goes on.
+acknowledges it. So a version has a last step that may train on it, which never comes earlier as the run goes on; but for
+one case: a version that was withdrawn gives the others a step more, and takes it back when it is published again.
 Pure arithmetic: no clock, no I/O.
 """
 

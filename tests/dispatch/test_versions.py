@@ -68,6 +68,18 @@ def test_a_withdrawn_version_was_never_published() -> None:
     assert versions.published == 0
 
 
+def test_a_withdrawn_version_that_is_published_again_takes_a_step_back() -> None:
+    """Without it the others have a step more: one that none may wait for, as nobody knows whether it comes again."""
+    versions = Versions(max_versions=1)
+    versions.formed = versions.trained = 1
+    versions.publish(1)
+    assert versions.steps_left(0) == 1
+    versions.withdraw(1)
+    assert versions.steps_left(0) == 2
+    versions.publish(1)
+    assert versions.steps_left(0) == 1
+
+
 def test_an_older_version_is_refused() -> None:
     """Versions go up."""
     versions = Versions(max_versions=1)

@@ -221,6 +221,21 @@ class NetworkWorld(World):
         assert not twice, f"a rank that never died was given a batch twice: {sorted(twice)}"
         return record
 
+    def too_many(self) -> int:
+        """What one batch holds, whenever a version was published again that no engine could load.
+
+        Its network was cut, so that rank 0 repeats what it got no answer for; older work had a batch more meanwhile.
+        """
+        refused, again = set[int](), 0
+        for line in (self.run_dir / "logs" / "orchestrator.log").read_text().splitlines():
+            event = json.loads(line)
+            if event["event"] == "version.refused":
+                refused.add(event["version"])
+            elif event["event"] == "trainer.version_published" and event["version"] in refused:
+                refused.remove(event["version"])
+                again += 1
+        return again * BATCH // 4
+
     def long_ones(self) -> int:
         """How many long rollouts `Marked` has been asked for so far."""
         return sum(int(index) % LONG == 0 for index in self.asked["ranked"].read_text().split())
