@@ -101,7 +101,7 @@ def run_under(load: Load, look: Callable[[Service, Load], Awaitable[T]]) -> T:
             },
             dispatch={"max_inflight": load.inflight, "keep_equal_rewards": True, "ramp_s": 0.0},
             # A group is open until the slowest of its eight has ended, thrice as long as one takes in the mean.
-            staleness={"max_versions": 8 + 4 * load.inflight // BATCH},
+            staleness={"max_versions": 8 + 24 * load.inflight // BATCH},
             trainer={"bind": "tcp://127.0.0.1:0"},
             http={"enabled": False},
         )

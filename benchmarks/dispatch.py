@@ -64,7 +64,8 @@ def figures(effort: Effort = Effort.FULL) -> list[Figure]:
             inflight / RATE,
             2,
             1024,
-            max(warm_s, inflight / RATE * 1.5),
+            # Three times a rollout's time: by then what began together no longer ends together, and the rate is the same.
+            max(warm_s, inflight / RATE * 3),
             effort.pick(30, 10, 1),
         )
         for inflight in (256, many)

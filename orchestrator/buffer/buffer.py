@@ -105,6 +105,7 @@ class BatchBuffer(Generic[T]):
         self._ready: bool | None = None  # whether there is a batch; None: not known
         self._due_next: Mapping[str, int] | None = None
         self._due: dict[int, Mapping[str, float]] = {}
+        self._shares: Mapping[str, float] | None = None
         self.revision = 0
         """Counts every change of what is queued, or of whose minimum holds."""
         for env in self._known or ():
@@ -315,6 +316,15 @@ class BatchBuffer(Generic[T]):
             self._due_next = self._quotas.counts(self.batch_size) if self._quotas is not None else {}
         return self._due_next
 
+    @property
+    def shares(self) -> Mapping[str, float]:
+        """What a batch should have of each available env by the targets, whatever it is owed; empty where batches do not follow any."""
+        if not isinstance(self._rule, EvenRule):
+            return {}
+        if self._shares is None:
+            self._shares = self._rule.shares(list(self._envs.values()))
+        return self._shares
+
     def due(self, batches: int) -> Mapping[str, float] | None:
         """What so many batches will have of each available env by the targets; None where batches do not follow any."""
         if not isinstance(self._rule, EvenRule):
@@ -476,7 +486,7 @@ class BatchBuffer(Generic[T]):
 
     def _forget_dues(self) -> None:
         """They follow from the targets, from what is carried over and from who is available, and are asked for with every group."""
-        self._due_next = None
+        self._due_next = self._shares = None
         self._due = {}
 
     def _env(self, name: str) -> EnvQueue:

@@ -12,9 +12,10 @@ Pure arithmetic: what is queued comes in as numbers.
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
-from math import ceil, floor
+from math import lcm
 
 _LONGEST_DENOMINATOR = 10**12
+_ZERO = Fraction(0)
 
 
 def exact(what: str, share: object) -> Fraction:
@@ -42,25 +43,30 @@ def minimum_counts(shares: Mapping[str, float | Fraction], batch_size: int) -> d
         if not 0 <= value <= 1:
             raise ValueError(f'the minimum of env "{env}" must be a share from 0 to 1, not {share!r}')
         fractions[env] = value
-    total = max(sum(fractions.values()), Fraction(1))
-    return _rounded({env: value / total * batch_size for env, value in fractions.items()}, batch_size)
+    parts, unit = _over_one_denominator(fractions)
+    return _rounded(parts, max(unit, sum(parts.values())), batch_size)
 
 
 def apportion(wanted: Mapping[str, Fraction], total: int) -> dict[str, int]:
     """Whole numbers that sum to `total`, in proportion, by largest remainder; below zero counts as zero."""
-    positive = {env: max(value, Fraction(0)) for env, value in wanted.items()}
-    asked = sum(positive.values())
-    if not asked:
-        return dict.fromkeys(wanted, 0)
-    return _rounded({env: value * total / asked for env, value in positive.items()}, total)
+    parts, _ = _over_one_denominator({env: max(value, _ZERO) for env, value in wanted.items()})
+    asked = sum(parts.values())
+    return _rounded(parts, asked, total) if asked else dict.fromkeys(wanted, 0)
 
 
-def _rounded(amounts: Mapping[str, Fraction], most: int) -> dict[str, int]:
-    """Round up while the sum stays within `most`, largest remainder first (ties in order), the others down."""
-    counts = {env: floor(amount) for env, amount in amounts.items()}
-    spare = most - sum(counts.values())
-    for env in sorted(amounts, key=lambda env: counts[env] - amounts[env])[:spare]:
-        counts[env] = ceil(amounts[env])
+def _over_one_denominator(values: Mapping[str, Fraction]) -> tuple[dict[str, int], int]:
+    """Numerators, and the denominator: sums and comparisons of whole numbers cost a tenth of those of fractions."""
+    unit = lcm(*[value.denominator for value in values.values()])
+    return {name: value.numerator * (unit // value.denominator) for name, value in values.items()}, unit
+
+
+def _rounded(parts: Mapping[str, int], unit: int, total: int) -> dict[str, int]:
+    """`part / unit` of `total` each, rounded up while the sum stays within it, largest remainder first (ties in order), the others down."""
+    divided = {env: divmod(part * total, unit) for env, part in parts.items()}
+    counts = {env: whole for env, (whole, _) in divided.items()}
+    spare = total - sum(counts.values())
+    for env in sorted(divided, key=lambda env: -divided[env][1])[:spare]:
+        counts[env] += divided[env][1] > 0
     return counts
 
 

@@ -155,9 +155,10 @@ class BatchConfig(Section):
     mix: Literal["even", "oldest"] = "even"
     """Which of the queued groups make the next batch. even: of each env its oldest, as many as its share of a batch, as nearly
     as what is queued allows; and with staleness.mode = "pace", max_versions above 0 and a trainer that publishes with every
-    step no env takes more than its share of the work under way while another has less. oldest: the oldest of all, so that only many batches together follow the mix targets; right for
-    a strategy of your own that means another mix than the ratios say. Neither waits for an env. With quotas, or unit =
-    "tokens", batches are made as these say."""
+    step no env takes more than its share of the work under way while another has less, and a batch waits for its share of what is
+    in flight where later batches would be crowded with it (after a start; never the first batch, and never for work that was started
+    since). oldest: the oldest of all, so that only many batches together follow the mix targets; right for a strategy of your own
+    that means another mix than the ratios say. With quotas, or unit = "tokens", batches are made as these say."""
     quotas: bool = False
     """Give every env an exact number of sequences in each batch, following the mix targets; minimums then only raise
     the targets."""

@@ -126,10 +126,11 @@ class Admission:
         if name in self._held():
             return Wait(WaitKind.QUARANTINE, "the end of its quarantine by hand")
         rules = self._train[name]
-        count = rules.group_size if rules.port.group_scored else 1
-        if not rules.port.available:
-            return Wait(WaitKind.SERVER, "a ready server")
-        if not rules.port.has_room(count):
+        port = rules.port
+        count = rules.group_size if port.group_scored else 1
+        if not port.has_room(count):
+            if not port.available:
+                return Wait(WaitKind.SERVER, "a ready server")
             return Wait(WaitKind.ROOM, "room on its servers")
         if not self.under_cap(name, count):
             return Wait(WaitKind.CAP, f"its cap of {rules.max_inflight} in flight")
@@ -155,10 +156,14 @@ class Admission:
         An env that is only probed has no share, and gets its probes in turns of the others.
         """
         batches = self._pace.shared_out
-        behind = self._queue.behind(self._pace.coming, batches) if batches is not None else None
+        probed = self._probed()
+        behind = (
+            self._queue.behind([name for name in able if name not in probed], self._pace.coming, batches)
+            if batches is not None
+            else None
+        )
         if behind is None:
             return able
-        probed = self._probed()
         found = [name for name in able if name in behind or name in probed]
         return able if probed.issuperset(found) else found
 
@@ -166,6 +171,5 @@ class Admission:
         room = self._pace.room(self._queue.queued_by_version(), self._queue.minimums(), self._queue.reserved)
         full = sum(self._queue.queued().values()) >= self._bound
         queue = Wait(WaitKind.QUEUE, "the trainer (the queue is full, batch.max_buffered)") if full else None
-        return {
-            name: queue if room.admits(name, self._queue.expected(name)) else TOO_OLD for name in self._train
-        }
+        admits, expected = room.admits, self._queue.expected
+        return {name: queue if admits(name, expected(name)) else TOO_OLD for name in self._train}

@@ -10,6 +10,7 @@ it must wait for a group in flight (`plan_next`). Sizes are in the unit of the b
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 Work = Mapping[tuple[str, int], int]
 """Amounts by env and version."""
@@ -30,21 +31,38 @@ class Level:
 class Backlog:
     """Work under way, and the batches that are left for it."""
 
-    def __init__(self, work: Work, left: Left, *, batch: int, minimums: Mapping[str, int]) -> None:
-        """`batch`: what a batch holds for certain, with `minimums` of some envs in it."""
+    def __init__(self, *work: Work, left: Left, batch: int, minimums: Mapping[str, int]) -> None:
+        """All of `work` together; `batch`: what a batch holds for certain, with `minimums` of some envs in it."""
+        self._work = work
         self._left = left
         self._batch = batch
         self._minimums = minimums
         self._common = batch - sum(minimums.values())
-        self._by_version: dict[int, list[tuple[str, int]]] = {}
-        self._of_env: dict[str, int] = {}
-        self._total = sum(work.values())
-        for (env, version), size in work.items():
-            self._by_version.setdefault(version, []).append((env, size))
-            self._of_env[env] = self._of_env.get(env, 0) + size
+        self._total = sum(sum(part.values()) for part in work)
         self._beyond: Mapping[str, int] = {}
         self._needs: int | None = None
         self._needs_for: tuple[int, Mapping[str, int]] | None = None
+
+    @cached_property
+    def _by_version(self) -> dict[int, list[tuple[str, int]]]:
+        """Made when it is asked for: where only the sum counts, nobody asks."""
+        found: dict[int, list[tuple[str, int]]] = {}
+        for part in self._work:
+            for (env, version), size in part.items():
+                found.setdefault(version, []).append((env, size))
+        return found
+
+    @cached_property
+    def _of_env(self) -> dict[str, int]:
+        found: dict[str, int] = {}
+        for part in self._work:
+            for (env, _), size in part.items():
+                found[env] = found.get(env, 0) + size
+        return found
+
+    def spare(self, version: int) -> int:
+        """What may come of any env, of the newest version, where all room is common to all: only the sum counts."""
+        return self._left(version) * self._batch - self._total
 
     def levels(self) -> Iterator[Level]:
         """From the oldest version on; each names the work of the ones before it too, until the next is asked for."""
@@ -78,8 +96,7 @@ class Backlog:
         if left < 1:
             return False
         if not self._minimums and not reserved:
-            # All room is common to all, so that only the sum counts.
-            return self._total + size <= left * self._batch
+            return size <= self.spare(version)
         if self._needs is None or self._needs_for != (version, reserved):
             self._beyond = {}
             for level in self.levels():
@@ -241,4 +258,4 @@ class _Plan:
     def _behind(self, work: Work) -> Backlog:
         # A budget that minimums and spare room exceed together is kept by minimums alone.
         batch = max(self._batch, sum(self._minimums.values()))
-        return Backlog(work, self._left, batch=batch, minimums=self._minimums)
+        return Backlog(work, left=self._left, batch=batch, minimums=self._minimums)

@@ -7,8 +7,11 @@ what became too old is given up. Sizes are in the unit of the batch. Every loss 
 budget is computed from what is under way and never counted down. Pure: no clock, no I/O.
 """
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
+from itertools import chain
+from operator import itemgetter
 from typing import Literal
 
 from orchestrator.dispatch.backlog import Backlog, NextBatch, Work, plan_next
@@ -16,16 +19,22 @@ from orchestrator.dispatch.versions import Versions
 
 Mode = Literal["pace", "drop"]
 
+_version: Callable[[tuple[str, int]], int] = itemgetter(1)
+
 
 class Room:
     """What may be started; without a backlog, anything that any batch may hold."""
 
-    __slots__ = ("_backlog", "_reserved", "_versions")
+    __slots__ = ("_backlog", "_reserved", "_serving", "_spare")
 
-    def __init__(self, versions: Versions, backlog: Backlog | None, reserved: Mapping[str, int]) -> None:
-        self._versions = versions
+    def __init__(
+        self, versions: Versions, backlog: Backlog | None, reserved: Mapping[str, int], spare: int | None
+    ) -> None:
+        """`spare`: what may be started of any env, where that is the same for all."""
+        self._serving = versions.serving
         self._backlog = backlog
         self._reserved = reserved
+        self._spare = spare
 
     @property
     def holds(self) -> bool:
@@ -34,10 +43,9 @@ class Room:
 
     def admits(self, env: str, size: int) -> bool:
         """Whether a group started now could be trained in time."""
-        serving = self._versions.serving
-        if self._backlog is None:
-            return self._versions.steps_left(serving) >= 1
-        return self._backlog.admits(env, size, serving, self._reserved)
+        if self._spare is not None:
+            return size <= self._spare
+        return self._backlog is not None and self._backlog.admits(env, size, self._serving, self._reserved)
 
 
 class Pace:
@@ -50,6 +58,8 @@ class Pace:
         self._capacity = capacity
         self._open: Counter[tuple[str, int]] = Counter()
         self._by_env: Counter[str] = Counter()
+        self.ended: Counter[str] = Counter()
+        """What groups of each env were expected to yield that have ended, however."""
         self.reserved = 0
         """What open groups are expected to yield."""
         self.revision = 0
@@ -68,8 +78,14 @@ class Pace:
         if not self._open[env, version]:
             del self._open[env, version]
         self._by_env[env] -= size
+        self.ended[env] += size
         self.reserved -= size
         self.revision += 1
+
+    @property
+    def open(self) -> Work:
+        """What open groups are expected to yield, by env and version."""
+        return self._open
 
     @property
     def coming(self) -> Mapping[str, int]:
@@ -107,14 +123,14 @@ class Pace:
 
         `minimums` are those of every batch; `reserved` says what so many batches will have of each env in whole groups.
         """
+        versions, left = self._versions, self._versions.steps_left
+        batches = left(versions.serving)
         if self.mode == "drop":
-            return Room(self._versions, None, {})
-        work = dict(self._open)
-        for key, size in queued.items():
-            work[key] = work.get(key, 0) + size
-        left = self._versions.steps_left
-        backlog = Backlog(work, left, batch=self._capacity(), minimums=minimums)
-        return Room(self._versions, backlog, reserved(max(0, left(self._versions.serving))))
+            return Room(versions, None, {}, sys.maxsize if batches >= 1 else 0)
+        backlog = Backlog(self._open, queued, left=left, batch=self._capacity(), minimums=minimums)
+        own = reserved(max(0, batches))
+        common = not minimums and not own
+        return Room(versions, backlog, own, backlog.spare(versions.serving) if common else None)
 
     def plan_next(
         self,
@@ -132,9 +148,19 @@ class Pace:
         if self.mode == "drop":
             return None
         left = self._versions.steps_left
+        if not minimums and self.ample(queued):
+            return NextBatch({}, None, lambda taken: True)
         coming = {
             (env, version): size
             for (env, version), size in self._open.items()
             if env in available and left(version) >= 1
         }
         return plan_next(queued, coming, left, batch=self._capacity(), minimums=minimums, due=due)
+
+    def ample(self, queued: Work) -> bool:
+        """Whether all work would fit behind the next batch even if all of it were as old as the oldest: mostly, where slots are scarcer than time."""
+        oldest = min(map(_version, chain(self._open, queued)), default=None)
+        if oldest is None:
+            return True
+        under_way = self.reserved + sum(queued.values())
+        return under_way <= (self._versions.steps_left(oldest) - 1) * self._capacity()

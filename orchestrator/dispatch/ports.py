@@ -80,8 +80,13 @@ class Queue(Protocol):
     def needed(self, coming: Mapping[str, int]) -> Collection[str]:
         """Envs of which the next batch needs more than is queued and coming; none while no batch is wanted."""
 
-    def behind(self, coming: Mapping[str, int], batches: int) -> Collection[str] | None:
-        """Envs that have less queued and coming than so many batches will have of them; None: any env may come next."""
+    def behind(
+        self, able: Collection[str], coming: Mapping[str, int], batches: int
+    ) -> Collection[str] | None:
+        """Which of these envs have less queued and coming than so many batches will have of them, by whole groups first.
+
+        None: any env may come next.
+        """
 
     def expected(self, env: str) -> int:
         """What a group of an env will add at most, in all likelihood."""

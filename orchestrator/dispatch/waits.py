@@ -28,6 +28,7 @@ class WaitKind(StrEnum):
     SUSPECTS = "suspects"
     EVALUATION_SLOT = "evaluation_slot"
     OLDER_GROUP = "older_group"
+    SHARE = "share"
     GROUPS = "groups"
     MINIMUM = "minimum"
     QUOTA = "quota"
@@ -55,6 +56,7 @@ REMEDIES = {
     WaitKind.SUSPECTS: "look into the env's log in the run directory for why its server died",
     WaitKind.EVALUATION_SLOT: "raise dispatch.max_inflight, or evaluate fewer examples",
     WaitKind.OLDER_GROUP: "lower rollout_timeout_s of the env, or raise staleness.max_versions",
+    WaitKind.SHARE: 'lower rollout_timeout_s of the env, or set batch.mix = "oldest"',
     WaitKind.MINIMUM: 'lower min_batch_allocation, or set on_unmet_minimum = "waive"',
     WaitKind.QUOTA: 'set batch.on_starved = "redistribute"',
     WaitKind.MISFIT: 'set batch.on_stuck = "split", or change batch.size or group_size',

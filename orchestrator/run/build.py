@@ -120,7 +120,7 @@ def build_run(
     run = Run(
         settings,
         Parts(
-            train=train,
+            train=dict(train),  # whoever is available is asked for at every event
             pool=pool,
             journal=journal,
             archive=archive,

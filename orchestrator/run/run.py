@@ -72,7 +72,7 @@ class Run:
         self._patience = Patience(parts.dispatcher.flight, {env.name: env.limits for env in settings.train})
         self._out: list[RunInstruction] = []
         self.held_until: float | None = None
-        """When the group that holds the next batch back is given up."""
+        """When the group that holds the next batch back is given up, or no longer waited for."""
         self._formed_from: tuple[object, ...] = ()
 
     # --- what happens ------------------------------------------------------------------------------------------------
@@ -259,7 +259,7 @@ class Run:
         parts.facts.spends(self._doing(), now)
         if self.state is RunState.RUNNING:
             self._report_quarantines(now)
-            available = frozenset(name for name, port in parts.train.items() if port.available)
+            available = frozenset([name for name, port in parts.train.items() if port.available])
             self.minimums.refresh(available)
             # Probes are not waited for either: one comes after the other, and hardly ever with anything.
             available -= parts.mix.probed
@@ -341,7 +341,10 @@ class Run:
             self._absorb(now)
             parts.sink.form(now, available, at_once=at_once, states=self.states)
             overdue = self._patience.overdue(parts.sink.held, now)
-        self.held_until = self._patience.ends_at(parts.sink.held)
+        while self._patience.overdue(parts.sink.awaited, now):
+            parts.sink.wait_no_longer()
+            parts.sink.form(now, available, at_once=at_once, states=self.states)
+        self.held_until = self._patience.ends_at(parts.sink.held or parts.sink.awaited)
         self._formed_from = (
             parts.buffer.revision,
             parts.pace.revision,

@@ -67,6 +67,8 @@ def _batch_wait(run: Run) -> Wait:
         env, version = sink.held
         text = f'a group of env "{env}" from version {version}, which a further batch would make too old'
         return Wait(WaitKind.OLDER_GROUP, text, until=run.held_until)
+    if sink.awaited is not None:
+        return Wait(WaitKind.SHARE, f"groups ({text})", until=run.held_until)
     if sink.stuck:
         at = buffer.split_at
         return (

@@ -18,6 +18,7 @@ from envs.wire import Result
 from orchestrator.buffer import BatchBuffer
 from orchestrator.curriculum import TaskOutcome
 from orchestrator.dispatch.pace import Pace
+from orchestrator.dispatch.turns import Turns
 from orchestrator.dispatch.versions import Versions
 from orchestrator.dispatch.work import PendingGroup
 from orchestrator.facts import Facts, StepRecord
@@ -131,10 +132,13 @@ class TrainSink:
         self._keep_transcripts = keep_transcripts
         self._offer = offer
         self._same_tasks = SameTasks()
+        self._turns = Turns(versions, pace)
         self._queued: Counter[str] = Counter()
         self._by_version: Counter[tuple[str, int]] = Counter()
         self.held: tuple[str, int] | None = None
         """Env and version of a group in flight that the next batch waits for."""
+        self.awaited: tuple[str, int] | None = None
+        """Env whose share of the next batch is waited for, and the oldest version of what is in flight of it."""
         self.stuck = False
         """A batch is wanted and enough is queued, but no exact batch can be made of it."""
 
@@ -224,7 +228,7 @@ class TrainSink:
         awaited could help. `states`: what a later process needs, recorded with each batch.
         """
         versions = self._versions
-        self.held, self.stuck = None, False
+        self.held, self.awaited, self.stuck = None, None, False
         while self.wanted:
             self._evict(now)
             if not self._buffer.splits and self._barren.too_many(self._buffer.sequences):
@@ -233,7 +237,11 @@ class TrainSink:
                 self._by_version, available, self._buffer.minimums, self._buffer.due_next
             )
             self.held = plan.held_by if plan is not None else None
-            if self.held is not None:
+            if self.held is None:
+                self.awaited = self._turns.awaited(
+                    self._by_version, self._buffer.shares, available, self._yields.portion
+                )
+            if self.held is not None or self.awaited is not None:
                 return
             step = versions.formed + 1
             groups = self._buffer.take(
@@ -249,6 +257,11 @@ class TrainSink:
                 return
             batch = Batch(step=step, version=versions.version_at(step), groups=tuple(groups))
             self._emit(batch, states, now)
+
+    def wait_no_longer(self) -> None:
+        """Form the next batch without the share of the env that it waits for."""
+        if self.awaited is not None:
+            self._turns.give_up(self.awaited[0])
 
     def restore(self, groups: Iterable[Group]) -> int:
         """Queue the groups that an earlier process left; returns how many fit today's configuration."""
@@ -312,12 +325,20 @@ class TrainSink:
         """Envs of which the next batch needs more than is queued and coming."""
         return self._buffer.needed(coming, spare=self._spare) if self.wanted else ()
 
-    def behind(self, coming: Mapping[str, int], batches: int) -> Collection[str] | None:
-        """Envs that have less queued and coming than so many batches will have of them; None: any env may come next."""
+    def behind(
+        self, able: Collection[str], coming: Mapping[str, int], batches: int
+    ) -> Collection[str] | None:
+        """Which of these envs have less queued and coming than so many batches will have of them, by whole groups first.
+
+        None: any env may come next.
+        """
         due = self._buffer.due(batches)
         if due is None:
             return None
-        return [env for env, amount in due.items() if self._queued[env] + coming.get(env, 0) < amount]
+        lack = {env: due.get(env, 0) - self._queued[env] - coming.get(env, 0) for env in able}
+        # Else an env that lacks a little would have the room of a group that another lacks.
+        whole = [env for env, amount in lack.items() if amount >= self._yields.portion(env)]
+        return whole or [env for env, amount in lack.items() if amount > 0]
 
     def expected(self, env: str) -> int:
         """What a group of an env will add at most, in all likelihood."""
@@ -332,6 +353,10 @@ class TrainSink:
         if self.held is not None:
             env, version = self.held
             return f'waiting for a group of env "{env}" from version {version}, which a further batch would make too old'
+        if self.awaited is not None:
+            env, _ = self.awaited
+            has, share = self._queued[env], self._buffer.shares.get(env, 0)
+            return f'env "{env}" has {has} of its share of {share:.0f} sequences, and later batches would be crowded with it'
         return self._buffer.explain()
 
     @property

@@ -13,7 +13,7 @@ LEFT = {0: 1, 1: 2, 2: 3}
 
 
 def backlog(work: Work, **minimums: int) -> Backlog:
-    return Backlog(work, LEFT.__getitem__, batch=4, minimums=minimums)
+    return Backlog(work, left=LEFT.__getitem__, batch=4, minimums=minimums)
 
 
 def test_work_fits_as_long_as_each_version_has_batches_for_it() -> None:

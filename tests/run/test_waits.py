@@ -181,6 +181,24 @@ def test_an_older_group_says_until_when_it_is_waited_for() -> None:
     assert wait.until == world.run.held_until is not None
 
 
+def test_the_share_of_a_slow_env_is_said_with_how_much_of_it_is_there() -> None:
+    """Its groups end the wait, however they end."""
+    world = make_world(
+        {"quick": Behaviour(latency=lambda rng: 1.0), "slow": Behaviour(latency=lambda rng: NEVER)},
+        batch_size=16,
+        max_versions=4,
+        max_inflight=256,
+        train_s=1.0,
+    )
+    assert world.play(until=lambda: world.parts.sink.awaited is not None)
+    wait = said(world, WaitKind.SHARE)
+    assert wait.until == world.run.held_until is not None
+    assert (
+        wait.text
+        == 'groups (env "slow" has 0 of its share of 8 sequences, and later batches would be crowded with it)'
+    )
+
+
 def odd(on_stuck: str) -> TestedWorld:
     """Three and three are queued and one may come that makes a batch of four."""
     behaviours = {"a": Behaviour(latency=lambda rng: NEVER), "b": Behaviour(latency=lambda rng: NEVER)}

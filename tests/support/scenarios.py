@@ -165,12 +165,16 @@ class Played:
 
 
 def play(scenario: Scenario, *, limit_s: float = 3e4, max_events: int = 60_000) -> Played:
-    """Run a scenario to its end, or until it is clear that it has none."""
+    """Run a scenario to its end, or until it is clear that it has none: no step for so long, where one slot may be all that there is."""
     world = scenario.world()
+    last = (0, 0.0)
 
     def over() -> bool:
+        nonlocal last
         check_room(world)
-        return bool(world.ended) or world.now > limit_s
+        if len(world.trained) > last[0]:
+            last = len(world.trained), world.now
+        return bool(world.ended) or world.now > last[1] + limit_s
 
     finished = world.play(until=over, max_events=max_events)
     done = finished and bool(world.ended)
