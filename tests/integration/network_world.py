@@ -45,6 +45,9 @@ LINKS = (
 LONG = 5
 """Every fifth task of `Marked` is a long one."""
 
+ENOUGH = 10
+"""Steps after which there is enough to prove something with, however little was trained while links were cut."""
+
 
 class Marked(Ranked):
     """Each rollout has a mark among its tokens; those of rollouts that were cancelled are noted.
@@ -266,7 +269,7 @@ async def network_world(
                 await world.trained(command, 2)
                 yield world, command
                 resolved = world.resolved()
-                await world.trained(command, world.record().last_step + 3)
+                await world.trained(command, max(world.record().last_step + 3, ENOUGH))
                 await world.caught_up(command, resolved)
                 await world.end(command)
         finally:
