@@ -38,7 +38,6 @@ class Backlog:
         self._batch = batch
         self._minimums = minimums
         self._common = batch - sum(minimums.values())
-        self._total = sum(sum(part.values()) for part in work)
         self._beyond: Mapping[str, int] = {}
         self._needs: int | None = None
         self._needs_for: tuple[int, Mapping[str, int]] | None = None
@@ -59,10 +58,6 @@ class Backlog:
             for (env, _), size in part.items():
                 found[env] = found.get(env, 0) + size
         return found
-
-    def spare(self, version: int) -> int:
-        """What may come of any env, of the newest version, where all room is common to all: only the sum counts."""
-        return self._left(version) * self._batch - self._total
 
     def levels(self) -> Iterator[Level]:
         """From the oldest version on; each names the work of the ones before it too, until the next is asked for."""
@@ -95,8 +90,6 @@ class Backlog:
         left = self._left(version)
         if left < 1:
             return False
-        if not self._minimums and not reserved:
-            return size <= self.spare(version)
         if self._needs is None or self._needs_for != (version, reserved):
             self._beyond = {}
             for level in self.levels():

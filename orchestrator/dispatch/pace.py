@@ -58,6 +58,7 @@ class Pace:
         self._capacity = capacity
         self._open: Counter[tuple[str, int]] = Counter()
         self._by_env: Counter[str] = Counter()
+        self._by_version: Counter[int] = Counter()
         self.ended: Counter[str] = Counter()
         """What groups of each env were expected to yield that have ended, however."""
         self.reserved = 0
@@ -69,6 +70,7 @@ class Pace:
         """A group of `size` expected is under way."""
         self._open[env, version] += size
         self._by_env[env] += size
+        self._by_version[version] += size
         self.reserved += size
         self.revision += 1
 
@@ -78,6 +80,9 @@ class Pace:
         if not self._open[env, version]:
             del self._open[env, version]
         self._by_env[env] -= size
+        self._by_version[version] -= size
+        if not self._by_version[version]:
+            del self._by_version[version]
         self.ended[env] += size
         self.reserved -= size
         self.revision += 1
@@ -130,7 +135,8 @@ class Pace:
         backlog = Backlog(self._open, queued, left=left, batch=self._capacity(), minimums=minimums)
         own = reserved(max(0, batches))
         common = not minimums and not own
-        return Room(versions, backlog, own, backlog.spare(versions.serving) if common else None)
+        spare = batches * self._capacity() - self._under_way(queued) if common else None
+        return Room(versions, backlog, own, spare)
 
     def plan_next(
         self,
@@ -148,7 +154,7 @@ class Pace:
         if self.mode == "drop":
             return None
         left = self._versions.steps_left
-        if not minimums and self.ample(queued):
+        if not minimums and self._in_time(queued):
             return NextBatch({}, None, lambda taken: True)
         coming = {
             (env, version): size
@@ -159,8 +165,25 @@ class Pace:
 
     def ample(self, queued: Work) -> bool:
         """Whether all work would fit behind the next batch even if all of it were as old as the oldest: mostly, where slots are scarcer than time."""
-        oldest = min(map(_version, chain(self._open, queued)), default=None)
+        oldest = min(chain(self._by_version, map(_version, queued)), default=None)
         if oldest is None:
             return True
-        under_way = self.reserved + sum(queued.values())
-        return under_way <= (self._versions.steps_left(oldest) - 1) * self._capacity()
+        return self._under_way(queued) <= (self._versions.steps_left(oldest) - 1) * self._capacity()
+
+    def _in_time(self, queued: Work) -> bool:
+        """Whether all work could be trained in time behind the next batch, whatever that has; where all room is common to all.
+
+        Asked for with every group that begins or ends, so it looks at sums by version and not at every env's.
+        """
+        work = dict(self._by_version)
+        for (_, version), size in queued.items():
+            work[version] = work.get(version, 0) + size
+        capacity, left, so_far = self._capacity(), self._versions.steps_left, 0
+        for version in sorted(work):
+            so_far += work[version]
+            if so_far > (left(version) - 1) * capacity:
+                return False
+        return True
+
+    def _under_way(self, queued: Work) -> int:
+        return self.reserved + sum(queued.values())

@@ -38,7 +38,7 @@ class Turns:
         `shares`: what every batch should have of each env; `portion`: what a group of it adds.
         """
         pace = self._pace
-        if not self._versions.formed or pace.shared_out is None or pace.ample(queued):
+        if len(shares) < 2 or not self._versions.formed or pace.shared_out is None or pace.ample(queued):
             return None
         if self._next != self._versions.formed + 1:
             self._next = self._versions.formed + 1

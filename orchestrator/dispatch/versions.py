@@ -63,7 +63,8 @@ class Versions:
 
     def steps_left(self, version: int) -> int:
         """How many of the batches still to be formed may hold what this version sampled; below 1: none."""
-        return self.trained + 1 + self.max_versions - self._newer(version) - self.formed
+        newer = len(self._history) - bisect_right(self._history, version)
+        return self.trained + 1 + self.max_versions - newer - self.formed
 
     def oldest_allowed(self, step: int) -> int:
         """The oldest version that may be trained on in a step."""

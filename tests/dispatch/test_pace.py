@@ -2,6 +2,10 @@
 
 from collections.abc import Mapping
 
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestrator.dispatch.backlog import plan_next
 from orchestrator.dispatch.pace import Mode, Pace, Room
 from orchestrator.dispatch.versions import Versions
 
@@ -108,3 +112,33 @@ def test_a_trainer_that_publishes_rarely_does_not_block() -> None:
     versions, pace = paced(max_versions=1)
     versions.formed = versions.trained = 5
     assert room(pace).admits("a", 4)
+
+
+works = st.dictionaries(
+    st.tuples(st.sampled_from(["a", "b"]), st.integers(0, 3)), st.integers(1, 8), max_size=6
+)
+
+
+@given(queued=works, coming=works, formed=st.integers(3, 6), max_versions=st.integers(0, 4))
+def test_a_plan_that_sums_alone_allow_is_the_plan_of_every_env(
+    queued: dict[tuple[str, int], int],
+    coming: dict[tuple[str, int], int],
+    formed: int,
+    max_versions: int,
+) -> None:
+    """Where nothing is urgent nobody works out what each env has: it would have come to the same."""
+    versions, pace = paced(max_versions=max_versions)
+    versions.formed, versions.trained = formed, 3
+    for version in (1, 2, 3):
+        versions.publish(version)
+    for (env, version), size in coming.items():
+        pace.opened(env, version, size)
+    found = pace.plan_next(queued, {"a", "b"}, {}, {})
+    timely = {key: size for key, size in coming.items() if versions.steps_left(key[1]) >= 1}
+    wanted = plan_next(queued, timely, versions.steps_left, batch=8, minimums={}, due={})
+    assert found is not None
+    assert found.held_by == wanted.held_by
+    assert {env: size for env, size in found.least.items() if size} == {
+        env: size for env, size in wanted.least.items() if size
+    }
+    assert found.fits({}) == wanted.fits({})
