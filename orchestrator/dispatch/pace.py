@@ -7,10 +7,10 @@ what became too old is given up. Sizes are in the unit of the batch. Every loss 
 budget is computed from what is under way and never counted down. Pure: no clock, no I/O.
 """
 
+import heapq
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
-from itertools import chain
 from operator import itemgetter
 from typing import Literal
 
@@ -59,6 +59,8 @@ class Pace:
         self._open: Counter[tuple[str, int]] = Counter()
         self._by_env: Counter[str] = Counter()
         self._by_version: Counter[int] = Counter()
+        self._oldest: list[int] = []
+        """A heap of the open versions; of some that are not any more, too, until they come to its top."""
         self.ended: Counter[str] = Counter()
         """What groups of each env were expected to yield that have ended, however."""
         self.reserved = 0
@@ -70,6 +72,8 @@ class Pace:
         """A group of `size` expected is under way."""
         self._open[env, version] += size
         self._by_env[env] += size
+        if version not in self._by_version:
+            heapq.heappush(self._oldest, version)
         self._by_version[version] += size
         self.reserved += size
         self.revision += 1
@@ -165,7 +169,9 @@ class Pace:
 
     def ample(self, queued: Work) -> bool:
         """Whether all work would fit behind the next batch even if all of it were as old as the oldest: mostly, where slots are scarcer than time."""
-        oldest = min(chain(self._by_version, map(_version, queued)), default=None)
+        while self._oldest and self._oldest[0] not in self._by_version:
+            heapq.heappop(self._oldest)
+        oldest = min([*self._oldest[:1], *map(_version, queued)], default=None)
         if oldest is None:
             return True
         return self._under_way(queued) <= (self._versions.steps_left(oldest) - 1) * self._capacity()
@@ -175,6 +181,8 @@ class Pace:
 
         Asked for with every group that begins or ends, so it looks at sums by version and not at every env's.
         """
+        if self.ample(queued):
+            return True
         work = dict(self._by_version)
         for (_, version), size in queued.items():
             work[version] = work.get(version, 0) + size

@@ -76,8 +76,8 @@ class Versions:
     @property
     def every_step(self) -> bool:
         """Whether the trainer publishes with every step: of as many of the last ones as may be trained on, at most one without."""
-        recent = self._trained_at[-(self.max_versions + 1) :]
-        return self.trained - recent[0] <= len(recent) + 1
+        recent = min(len(self._trained_at), self.max_versions + 1)
+        return self.trained - self._trained_at[-recent] <= recent + 1
 
     @property
     def revision(self) -> tuple[int, int, int, int]:
