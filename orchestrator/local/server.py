@@ -22,6 +22,7 @@ import uvloop
 from aiohttp import web
 
 from envs.lifeline import Lifeline
+from envs.listening import stop_listening
 from orchestrator.local.chat import ChatRequest, RequestError, decode_body, describe_completion, read_request
 from orchestrator.local.engine import Engine, PauseMode
 from orchestrator.local.lifeline import read_spec
@@ -218,18 +219,23 @@ async def serve(spec: PolicyServerSpec) -> AsyncIterator[str]:
         shutdown_timeout=_SHUTDOWN_S,
     )
     await runner.setup()
+    assert runner.server is not None
     try:
-        site = web.TCPSite(runner, spec.host, spec.port, backlog=1024, reuse_port=spec.reuse_port or None)
-        await site.start()
-        port = runner.addresses[0][1]
-        async with asyncio.TaskGroup() as tasks:
-            decoding = tasks.create_task(engine.run())
-            try:
-                yield f"http://{spec.host}:{port}/v1"
-            finally:
-                # Whoever still waits gets an answer, so that closing need not wait for them.
-                engine.abort()
-                decoding.cancel()
+        listening = await asyncio.get_running_loop().create_server(
+            runner.server, spec.host, spec.port, backlog=1024, reuse_port=spec.reuse_port or None
+        )
+        try:
+            port = listening.sockets[0].getsockname()[1]
+            async with asyncio.TaskGroup() as tasks:
+                decoding = tasks.create_task(engine.run())
+                try:
+                    yield f"http://{spec.host}:{port}/v1"
+                finally:
+                    # Whoever still waits gets an answer, so that closing need not wait for them.
+                    engine.abort()
+                    decoding.cancel()
+        finally:
+            await stop_listening(listening)
     finally:
         await runner.cleanup()
 

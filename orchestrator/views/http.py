@@ -23,6 +23,7 @@ import msgspec
 import structlog
 from aiohttp import web
 
+from envs.listening import stop_listening
 from orchestrator.errors import ConfigError
 from orchestrator.facts import Status
 from orchestrator.run.commands import RUN_HEADER
@@ -169,7 +170,7 @@ async def serve_http(
         name = f"[{bound[0]}]" if ":" in bound[0] else bound[0]
         yield f"http://{name}:{bound[1]}"
     finally:
-        accepting.close()
+        await stop_listening(accepting)
         server.pre_shutdown()
         await server.shutdown(_SHUTDOWN_S)
 

@@ -19,6 +19,7 @@ from orchestrator.inference.metrics import parse_metrics
 from orchestrator.local.policy import Policy
 from orchestrator.local.server import PolicyServerSpec, reserve_port, run_policy_server, serve
 from orchestrator.local.tokenizer import END, apply_chat_template, decode, encode
+from tests.support import late_client
 
 QUESTION = {"model": "local", "messages": [{"role": "user", "content": "reverse abc"}], "max_tokens": 4}
 FOR_TRAINING = {**QUESTION, "logprobs": True, "return_token_ids": True}
@@ -271,6 +272,12 @@ async def test_closing_the_server_ends_what_is_in_flight() -> None:
             assert done.result()[1]["choices"][0]["finish_reason"] == "abort"
         else:
             assert isinstance(done.exception(), aiohttp.ClientError)
+
+
+@pytest.mark.parametrize("turns", late_client.TURNS)
+async def test_a_client_that_comes_while_it_closes_is_let_go(turns: int) -> None:
+    """Whenever it comes: no connection is left over that nobody serves."""
+    assert await late_client.is_let_go(run_policy_server(), turns)
 
 
 async def test_a_server_can_start_from_saved_weights_on_a_reserved_port(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from orchestrator.errors import ConfigError
 from orchestrator.facts import Status
 from orchestrator.service.front import Front
 from orchestrator.views.http import MAX_BODY_BYTES, App, Request, build_app, line, serve_http
+from tests.support import late_client
 from tests.support.sample_status import sample_status
 
 TOKEN = "open-sesame"
@@ -192,6 +193,12 @@ async def test_an_idle_connection_does_not_hold_the_end_up() -> None:
             assert await reply.text() == "ok\n"
         with pytest.raises(aiohttp.ClientConnectionError):
             await session.get(site.address + "/healthz")
+
+
+@pytest.mark.parametrize("turns", late_client.TURNS)
+async def test_a_client_that_comes_while_it_closes_is_let_go(turns: int) -> None:
+    """Whenever it comes: no connection is left over that nobody serves."""
+    assert await late_client.is_let_go(serve_http(App(token=None), host="127.0.0.1", port=0), turns)
 
 
 async def test_a_port_in_use_is_a_mistake_with_a_remedy() -> None:
