@@ -97,7 +97,7 @@ bench-readme: $(READY) ## write the README's table from JSON=FILE, which make be
 bench-hour: $(READY) ## an hour at 5,000 rollouts a second: do memory, file descriptors and lag stay flat? MINUTES=60, RATE=5000
 	$(BIN)/python -m benchmarks.endurance $(if $(MINUTES),--minutes $(MINUTES)) $(if $(RATE),--rate $(RATE))
 
-bench-plots: $(READY) ## measure what a rollout costs as a run grows, and draw it into docs/scaling.md; a quarter of an hour
+bench-plots: $(READY) ## measure what a rollout costs as a run grows, and draw it into docs/scaling.md; less than half an hour
 	$(BIN)/python -m benchmarks.curves
 
 adapters: $(READY) # virtualenvs with the libraries that environments are adapted from; quick when they are there
