@@ -154,8 +154,13 @@ def _check_run(beside: Beside, found: Found) -> None:
 def _check_steps(beside: Beside, found: Found) -> None:
     """Nobody may be given other bytes for a step that was served."""
     mark = beside.mark
+    # A file that was about to be overwritten as a new segment may still have the header of the one that it was.
     begun = max(
-        (header.step for number, header in beside.headers.items() if number > found.rewound_segment),
+        (
+            header.step
+            for number, header in beside.headers.items()
+            if number == header.segment > found.rewound_segment
+        ),
         default=0,
     )
     served = begun if mark is None else max(begun, mark.step)

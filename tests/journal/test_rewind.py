@@ -1,6 +1,7 @@
 """Setting a run back to an earlier step."""
 
 import asyncio
+import os
 import random
 import shutil
 import sqlite3
@@ -15,7 +16,7 @@ from orchestrator.groups.group import Batch, Group
 from orchestrator.journal import Journal, JournalReader
 from orchestrator.journal.rewinding import find_obstacle, rewind
 from tests.support.journal_groups import facts, make_group
-from tests.support.journal_opening import open_journal
+from tests.support.journal_opening import open_journal, open_store
 
 
 async def form(journal: Journal, step: int, groups: Collection[Group]) -> Batch:
@@ -152,6 +153,30 @@ async def test_a_process_that_dies_on_the_way_leaves_a_journal_that_opens(
     async with open_journal(tmp_path) as journal:
         assert journal.recover().last_step == 5
     async with open_journal(tmp_path, rewind_to=2) as journal:
+        assert journal.recover().last_step == 2
+
+
+async def test_a_process_that_dies_as_it_overwrites_a_file_of_a_given_up_step_leaves_a_journal_that_opens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file has its new number before it has its new header; the old one tells of a step that nobody has any more."""
+    async with open_journal(tmp_path) as journal:
+        await train(journal, 5, positions=list(range(15)))
+    async with open_journal(tmp_path) as journal:
+        journal.record_group(make_group(100))  # in a file that was begun behind step 5
+    rewind(tmp_path, 2, fsync=True, find_flaw=lambda version, path: "")
+
+    def die(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    store = open_store(tmp_path)
+    store.begin(sync=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", die)
+        with pytest.raises(KeyboardInterrupt):
+            store.add_group(make_group(101))
+    store.close()
+    async with open_journal(tmp_path) as journal:
         assert journal.recover().last_step == 2
 
 
