@@ -222,12 +222,13 @@ class PayloadWriter:
     """Appends payloads. Not thread-safe; owned by the journal's writer thread."""
 
     def __init__(
-        self, directory: Path, *, run_id: str, compress: int, segment_bytes: int, direct: bool
+        self, directory: Path, *, run_id: str, compress: int, segment_bytes: int, fsync: bool
     ) -> None:
         self._directory = directory
         self._run_id = run_id
         self._compress = compress
         self._segment_bytes = segment_bytes
+        self._fsync = fsync
         self.step = 0
         """The last step on disk, for the headers of new segments; kept up by the caller."""
         make_private(directory)
@@ -236,7 +237,8 @@ class PayloadWriter:
         # A segment of an earlier process may end in bytes that no row knows of, so it is never appended to.
         self._segment = max(segments_in(directory), default=0)
         self._fd = -1
-        self._stage = Stage(direct=direct)
+        # Without `fsync` nothing has to reach the disk soon, and what is overwritten before never has to.
+        self._stage = Stage(direct=fsync)
         self._kept_end = 0
         self._unsynced: list[int] = []
         self._new_names = False
@@ -344,7 +346,10 @@ class PayloadWriter:
             os.close(fd)
             raise
         if self._fd >= 0:
-            self._unsynced.append(self._fd)
+            if self._fsync:
+                self._unsynced.append(self._fd)
+            else:
+                os.close(self._fd)
         self._segment, self._fd, self._new_names = number, fd, True
         self._kept_end = self._stage.end
 

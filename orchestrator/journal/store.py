@@ -71,8 +71,7 @@ class JournalStore:
                 run_id=self._mark.mark.run_id,
                 compress=compress,
                 segment_bytes=segment_bytes,
-                # Without it nothing has to reach the disk soon, and what is overwritten before never has to.
-                direct=fsync,
+                fsync=fsync,
             )
             self._payloads.step = self._mark.mark.step
             # Bytes per segment that rows refer to. A segment that none refers to is an uncommitted rest; one that

@@ -1,6 +1,7 @@
 """The journal's disk space: given back as batches are acknowledged, and a full disk loses nothing."""
 
 import json
+import os
 import sqlite3
 import subprocess
 import sys
@@ -149,6 +150,31 @@ def test_payloads_that_no_row_refers_to_are_deleted_at_the_next_start(tmp_path: 
     orphan.write_bytes(b"x" * 1000)
     make_store(tmp_path).close()
     assert not orphan.exists()
+
+
+def open_below(directory: Path) -> int:
+    """How many files of a directory this process has open."""
+    links = (f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd"))
+    return sum(os.path.realpath(link).startswith(str(directory)) for link in links)
+
+
+@pytest.mark.parametrize("fsync", [True, False])
+def test_files_that_are_full_are_not_kept_open(tmp_path: Path, fsync: bool) -> None:
+    """However much a run writes, it has as many files open as at its start."""
+    store = open_store(tmp_path, segment_bytes=SEGMENT_BYTES, fsync=fsync)
+    counts = set()
+    for step in range(1, 41):
+        batch = make_batch(step, 8)
+        store.begin(sync=True)
+        for group in batch.groups:
+            store.add_group(group)
+        store.add_batch(batch, None, {})
+        store.acknowledge(step)
+        store.commit(sync=True)
+        store.tidy()
+        counts.add(open_below(tmp_path))
+    assert max(counts) <= min(counts) + 1
+    store.close()
 
 
 def test_a_transaction_that_fails_leaves_no_trace(tmp_path: Path) -> None:
