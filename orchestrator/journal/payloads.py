@@ -343,6 +343,8 @@ class PayloadWriter:
             self._stage.add([memoryview(SegmentHeader(self._run_id, number, self.step).encode())])
             self._stage.write()
         except OSError:
+            # Before it is closed: its number may soon be that of another file.
+            self._stage.use(self._fd, self._kept_end)
             os.close(fd)
             raise
         if self._fd >= 0:

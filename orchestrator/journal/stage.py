@@ -41,10 +41,10 @@ class Stage:
         return self._offset + self._used
 
     def use(self, fd: int, offset: int) -> None:
-        """Go on with a file, from a multiple of the block's size; what is on the stage is forgotten."""
+        """Go on with a file (-1 for none), from a multiple of the block's size; what is on the stage is forgotten."""
         self._fd, self._offset = fd, offset
         self._used = self._summed = 0
-        if self._direct and _DIRECT:
+        if fd >= 0 and self._direct and _DIRECT:
             self._set_direct(on=True)
 
     def add(self, parts: Sequence[memoryview]) -> tuple[int, int]:

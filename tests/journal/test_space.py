@@ -1,5 +1,7 @@
 """The journal's disk space: given back as batches are acknowledged, and a full disk loses nothing."""
 
+import asyncio
+import errno
 import json
 import os
 import sqlite3
@@ -12,13 +14,14 @@ from typing import Any
 
 import pytest
 
+from orchestrator.journal import journal as journals
 from orchestrator.journal import store as stores
 from orchestrator.journal.mark import DatabaseFile
 from orchestrator.journal.reader import JournalReader
 from orchestrator.journal.stage import BLOCK_BYTES
 from orchestrator.journal.store import JournalStore
 from tests.support.journal_groups import all_facts, facts, make_batch, make_group
-from tests.support.journal_opening import open_store
+from tests.support.journal_opening import open_journal, open_store
 
 SEGMENT_BYTES = 8 * 1024
 
@@ -175,6 +178,43 @@ def test_files_that_are_full_are_not_kept_open(tmp_path: Path, fsync: bool) -> N
         counts.add(open_below(tmp_path))
     assert max(counts) <= min(counts) + 1
     store.close()
+
+
+def refuse(*_: Any) -> int:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+async def test_a_payload_file_that_cannot_be_begun_is_not_written_to_afterwards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The number that it had is another file's by then; what comes last is recorded all the same."""
+    monkeypatch.setattr(journals, "SEGMENT_BYTES", SEGMENT_BYTES)
+    store = open_store(tmp_path, segment_bytes=SEGMENT_BYTES, keep_batches=0)
+    for step in range(1, 13):
+        batch = make_batch(step, 8)
+        store.begin(sync=True)
+        for group in [make_group(1000 + step), *batch.groups]:
+            store.add_group(group)
+        store.add_batch(batch, None, {})
+        store.acknowledge(step)
+        store.commit(sync=True)
+    store.close()
+    failed = asyncio.Event()
+    journal = open_journal(tmp_path, on_error=lambda error: failed.set())
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", refuse)
+        # What is left in old files is about to be moved together.
+        journal.record_task("math", 2000, "equal_rewards")
+        await failed.wait()
+    others = [(tmp_path / str(number)).open("wb") for number in range(5)]
+    journal.record_states({"mix": {"step": 12}})
+    await journal.aclose()
+    assert [os.fstat(other.fileno()).st_size for other in others] == [0] * 5
+    for other in others:
+        other.close()
+    with JournalReader(tmp_path) as reader:
+        assert reader.states() == {"mix": {"step": 12}}
+        assert len(reader.recover().groups) == 12
 
 
 def test_a_transaction_that_fails_leaves_no_trace(tmp_path: Path) -> None:
