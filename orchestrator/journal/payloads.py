@@ -293,10 +293,10 @@ class PayloadWriter:
 
     def sync(self) -> None:
         """Bring every payload written so far to disk."""
-        for fd in self._unsynced:
-            os.fdatasync(fd)
-            os.close(fd)
-        self._unsynced.clear()
+        while self._unsynced:
+            os.fdatasync(self._unsynced[0])
+            # Forgotten at once: if the next one fails, this number may be another file's when it is tried again.
+            os.close(self._unsynced.pop(0))
         if self._fd >= 0:
             os.fdatasync(self._fd)
         if self._new_names:

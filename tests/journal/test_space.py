@@ -217,6 +217,40 @@ async def test_a_payload_file_that_cannot_be_begun_is_not_written_to_afterwards(
         assert len(reader.recover().groups) == 12
 
 
+def test_a_file_that_cannot_be_brought_to_disk_is_tried_again_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those before it are closed, and their numbers may be other files' by then."""
+    store = open_store(tmp_path, segment_bytes=SEGMENT_BYTES)
+    for position in range(24):
+        store.begin(sync=False)
+        store.add_group(make_group(position))
+        store.commit(sync=False)
+    fdatasync, asked = os.fdatasync, list[int]()
+
+    def fail_second(fd: int) -> None:
+        asked.append(fd)
+        if len(asked) == 2:
+            refuse()
+        fdatasync(fd)
+
+    monkeypatch.setattr(os, "fdatasync", fail_second)
+    for attempt in range(2):
+        with (tmp_path / "other").open("wb") as other:
+            store.begin(sync=True)
+            store.add_group(make_group(24))
+            if attempt:
+                store.commit(sync=True)
+            else:
+                with pytest.raises(OSError, match="No space"):
+                    store.commit(sync=True)
+                store.rollback()
+            other.write(b"still open")
+    store.close()
+    with JournalReader(tmp_path) as reader:
+        assert len(reader.recover().groups) == 25
+
+
 def test_a_transaction_that_fails_leaves_no_trace(tmp_path: Path) -> None:
     """Neither rows nor payload bytes, and the store goes on."""
     store = open_store(tmp_path)
