@@ -15,7 +15,7 @@ Appended payloads are sure to be on disk after `sync` only, and the caller runs 
 import os
 import struct
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -222,12 +222,21 @@ class PayloadWriter:
     """Appends payloads. Not thread-safe; owned by the journal's writer thread."""
 
     def __init__(
-        self, directory: Path, *, run_id: str, compress: int, segment_bytes: int, fsync: bool
+        self,
+        directory: Path,
+        *,
+        run_id: str,
+        compress: int,
+        segment_bytes: int,
+        lost: Collection[int],
+        fsync: bool,
     ) -> None:
+        """`lost` are segments that are not there any more although rows refer to them; none gets such a number."""
         self._directory = directory
         self._run_id = run_id
         self._compress = compress
         self._segment_bytes = segment_bytes
+        self._lost = lost
         self._fsync = fsync
         self.step = 0
         """The last step on disk, for the headers of new segments; kept up by the caller."""
@@ -334,6 +343,8 @@ class PayloadWriter:
 
     def _next_segment(self) -> None:
         number = self._segment + 1
+        while number in self._lost:
+            number += 1
         path = segment_path(self._directory, number)
         if self._spare:
             self._spare.pop().rename(path)

@@ -66,22 +66,26 @@ class JournalStore:
         self._fsync = fsync
         self._connection, self._mark = open_checked(directory, fsync=fsync)
         try:
-            self._payloads = PayloadWriter(
-                directory / PAYLOADS,
-                run_id=self._mark.mark.run_id,
-                compress=compress,
-                segment_bytes=segment_bytes,
-                fsync=fsync,
-            )
-            self._payloads.step = self._mark.mark.step
             # Bytes per segment that rows refer to. A segment that none refers to is an uncommitted rest; one that
             # rows refer to and that is not there has taken its groups along, which `recover` finds out.
             self._live: dict[int, int] = dict.fromkeys(segments_in(directory / PAYLOADS), 0)
+            self._lost: set[int] = set()
             for segment, size in self._connection.execute(
                 "SELECT segment, sum(bytes) FROM groups GROUP BY segment"
             ).fetchall():
                 if segment in self._live:
                     self._live[segment] = size
+                else:
+                    self._lost.add(segment)
+            self._payloads = PayloadWriter(
+                directory / PAYLOADS,
+                run_id=self._mark.mark.run_id,
+                compress=compress,
+                segment_bytes=segment_bytes,
+                lost=self._lost,
+                fsync=fsync,
+            )
+            self._payloads.step = self._mark.mark.step
             self._give_back()
             # A run that was set back is behind what was reported before; that was another run's checkpoint.
             self._connection.execute(
@@ -323,8 +327,8 @@ class JournalStore:
         self.kept, self._checkpoint = self._next_kept, self._next_checkpoint
         if sync or not self._fsync:
             self._payloads.step = self._ends[0]
-        for segment, change in self._changed.items():
-            self._live[segment] = self._live.get(segment, 0) + change
+        for segment in self._changed.keys() - self._lost:
+            self._live[segment] = self._live.get(segment, 0) + self._changed[segment]
         self._clear()
         if sync or not self._fsync:
             # Only now: what says that nothing refers to a segment must be on disk before the segment goes.

@@ -251,6 +251,38 @@ def test_a_file_that_cannot_be_brought_to_disk_is_tried_again_by_itself(
         assert len(reader.recover().groups) == 25
 
 
+def test_the_number_of_a_lost_file_is_not_given_again(tmp_path: Path) -> None:
+    """What is in a new one is kept when the rows that refer to the lost one are given up."""
+    store = open_store(tmp_path, keep_batches=2)
+    run_steps(store, 1, 1, groups=40)
+    store.close()
+    (newest,) = (tmp_path / "journal" / "payloads").glob("*.bin")
+    newest.unlink()
+    store = open_store(tmp_path, keep_batches=2, segment_bytes=SEGMENT_BYTES)
+    waiting = [make_group(1000 + number) for number in range(3)]
+    for number, group in enumerate(waiting):
+        store.begin(sync=True)
+        store.add_group(group)
+        for other in range(12):
+            store.add_group(make_group(2000 + 12 * number + other))
+        store.commit(sync=True)
+    for step in range(2, 6):
+        batch = make_batch(step, 40)
+        store.begin(sync=True)
+        for group in batch.groups:
+            store.add_group(group)
+        store.add_batch(batch, None, {})
+        store.acknowledge(step)
+        store.commit(sync=True)
+        store.tidy()
+    with JournalReader(tmp_path) as reader:
+        recovered = reader.recover()
+        assert [batch.step for batch in recovered.batches] == [4, 5]
+        assert recovered.damaged == []
+        assert len(recovered.groups) == 39
+    store.close()
+
+
 def test_a_transaction_that_fails_leaves_no_trace(tmp_path: Path) -> None:
     """Neither rows nor payload bytes, and the store goes on."""
     store = open_store(tmp_path)
