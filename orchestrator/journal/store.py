@@ -16,6 +16,8 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+import structlog
+
 from orchestrator.curriculum import TaskOutcome
 from orchestrator.errors import JournalError
 from orchestrator.groups.group import Batch, Group
@@ -31,6 +33,8 @@ from orchestrator.journal.rows import (
     shares_of,
     tasks_of,
 )
+
+log = structlog.get_logger()
 
 CHECKPOINT_BYTES = 16 * 1024 * 1024
 """Size of the WAL at which it is folded into the database, while that is small."""
@@ -386,10 +390,26 @@ class JournalStore:
         oldest = min(sizes, key=lambda segment: self._live[segment] / max(sizes[segment], 1))
         self.begin(sync=True)
         try:
-            for seq, *place in self._connection.execute(
-                "SELECT seq, segment, offset, bytes, codec, checksum FROM groups WHERE segment = ?", (oldest,)
+            for seq, step, acknowledged, *numbers in self._connection.execute(
+                f"SELECT seq, step, step IN ({_ACKNOWLEDGED}), segment, offset, bytes, codec, checksum FROM groups"  # noqa: S608
+                " WHERE segment = ?",
+                (oldest,),
             ).fetchall():
-                new = self._payloads.move(Place(*place))
+                place = Place(*numbers)
+                try:
+                    new = self._payloads.move(place)
+                except DamagedPayloadError as error:
+                    if not acknowledged:
+                        raise
+                    # As at a start: nobody needs it who has not had it already.
+                    log.warning("journal.batch_lost", step=step, note=str(error))
+                    # A number whatever a damaged row holds, as `sum` has counted it.
+                    (size,) = self._connection.execute(
+                        "DELETE FROM groups WHERE seq = ? RETURNING bytes + 0", (seq,)
+                    ).fetchone()
+                    self._changed[oldest] -= size
+                    self._next_kept = (self._next_kept[0], self._next_kept[1] - size)
+                    continue
                 self._connection.execute(
                     "UPDATE groups SET segment = ?, offset = ? WHERE seq = ?", (new.segment, new.offset, seq)
                 )

@@ -7,13 +7,14 @@ import os
 import sqlite3
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from orchestrator.groups.group import Batch, Group
 from orchestrator.journal import journal as journals
 from orchestrator.journal import store as stores
 from orchestrator.journal.mark import DatabaseFile
@@ -144,6 +145,46 @@ def test_a_group_that_waits_for_long_does_not_keep_its_segment(tmp_path: Path) -
     store.close()
 
 
+def test_a_damaged_batch_that_nobody_needs_does_not_keep_its_segment_or_end_the_run(tmp_path: Path) -> None:
+    """It is given up when what is left of its segment is moved."""
+
+    def change(
+        recorded: Iterable[Group] = (), evicted: Iterable[Group] = (), batch: Batch | None = None
+    ) -> None:
+        store.begin(sync=True)
+        for group in recorded:
+            store.add_group(group)
+        for group in evicted:
+            store.evict_group(group.id, group.env, "stale")
+        if batch is not None:
+            store.add_batch(batch, None, {})
+            store.acknowledge(batch.step)
+        store.commit(sync=True)
+        store.tidy()
+
+    store = open_store(tmp_path, segment_bytes=SEGMENT_BYTES)
+    batch, others = make_batch(1), [make_group(500 + number) for number in range(30)]
+    change([*batch.groups, *others], others[1:], batch)
+    with JournalReader(tmp_path) as reader:
+        place = next(reader.group_rows(step=1)).place
+    segment = tmp_path / "journal" / "payloads" / f"{place.segment:08d}.bin"
+    with segment.open("r+b") as file:
+        file.seek(place.offset)
+        file.write(bytes(place.bytes))
+    for number in range(12):
+        several = [make_group(1000 + 20 * number + other) for other in range(20)]
+        change(several)
+        change([], several[1:])
+    assert not segment.exists()
+    assert store.kept[0] == 1
+    with JournalReader(tmp_path) as reader:
+        recovered = reader.recover()
+        assert recovered.batches == []
+        assert recovered.damaged == []
+        assert len(recovered.groups) == 13
+    store.close()
+
+
 def test_payloads_that_no_row_refers_to_are_deleted_at_the_next_start(tmp_path: Path) -> None:
     """A process killed between writing payloads and committing leaves no litter for ever."""
     store = make_store(tmp_path)
@@ -157,8 +198,7 @@ def test_payloads_that_no_row_refers_to_are_deleted_at_the_next_start(tmp_path: 
 
 def open_below(directory: Path) -> int:
     """How many files of a directory this process has open."""
-    links = (f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd"))
-    return sum(os.path.realpath(link).startswith(str(directory)) for link in links)
+    return sum(link.resolve().is_relative_to(directory) for link in Path("/proc/self/fd").iterdir())
 
 
 @pytest.mark.parametrize("fsync", [True, False])
