@@ -17,6 +17,7 @@ What the rows mean is in docs/journal.md. Reading is `JournalReader`.
 
 import asyncio
 import json
+import sqlite3
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -32,11 +33,11 @@ from orchestrator.facts import StepRecord
 from orchestrator.groups.group import Batch, Group
 from orchestrator.journal.directory import lock_run_dir, move_aside
 from orchestrator.journal.identity import RunIdentity, identity_from_meta, identity_to_meta
-from orchestrator.journal.payloads import SEGMENT_BYTES
+from orchestrator.journal.payloads import SEGMENT_BYTES, DamagedPayloadError
 from orchestrator.journal.reader import JournalReader, Recovered
 from orchestrator.journal.rewinding import FindFlaw, Rewound, rewind
 from orchestrator.journal.store import JournalStore
-from orchestrator.journal.writer import JournalWriter
+from orchestrator.journal.writer import JournalWriter, explain
 
 log = structlog.get_logger("journal")
 
@@ -351,13 +352,16 @@ class Journal:
             return reader.batch(step)
 
     def close(self) -> None:
-        """Commit the rest, fold the WAL into the database, release the lock; blocks."""
+        """Commit the rest, fold the WAL into the database, release the lock; blocks. Raises JournalError when that failed."""
         if self._closed:
             return
         self._closed = True
         try:
             self._writer.close()
-            self._store.tidy(force=True)
+            try:
+                self._store.tidy(force=True)
+            except (sqlite3.Error, OSError, DamagedPayloadError) as error:
+                raise self._writer.error or explain(error) from error
         finally:
             self._store.close()
             self._lock.close()

@@ -136,7 +136,7 @@ class JournalWriter:
             self._store.tidy()
         except (sqlite3.Error, OSError, DamagedPayloadError) as error:
             # What was recorded is committed, so its callbacks still run.
-            self._fail(_explain(error))
+            self._fail(explain(error))
         return None
 
     def _undo(self, error: Exception) -> JournalError:
@@ -144,7 +144,7 @@ class JournalWriter:
             self._store.rollback()
         except (sqlite3.Error, OSError) as second:
             error.add_note(f"and rolling back failed: {second}")
-        return error if isinstance(error, JournalError) else _explain(error)
+        return error if isinstance(error, JournalError) else explain(error)
 
     def _finish(self, callbacks: list[Callable[[], None]]) -> None:
         with self._changed:
@@ -182,7 +182,8 @@ def _call_all(callbacks: list[Callable[[], None]]) -> None:
         callback()
 
 
-def _explain(error: Exception) -> JournalError:
+def explain(error: Exception) -> JournalError:
+    """What a person is told, whatever could not be done."""
     return JournalError(
         f"the journal cannot be written: {error}; free space or make run_dir writable, then run the same command again"
     )

@@ -13,7 +13,8 @@ from structlog.testing import capture_logs
 
 from orchestrator.errors import JournalError
 from orchestrator.groups.group import Batch
-from orchestrator.journal import Journal
+from orchestrator.journal import Journal, JournalReader
+from orchestrator.journal.directory import MARK
 from orchestrator.journal.mark import Mark, read_mark
 from tests.support.journal_groups import make_batch, make_group
 from tests.support.journal_opening import open_journal, open_store
@@ -208,6 +209,26 @@ async def test_a_run_that_folds_its_wal_and_is_killed_opens_without_a_word(tmp_p
     assert await warnings_of(tmp_path / "killed") == []
     (tmp_path / "killed" / "journal" / "journal.sqlite3-wal").unlink(missing_ok=True)
     assert await warnings_of(tmp_path / "killed") == []
+
+
+@pytest.mark.parametrize("failed_before", [True, False])
+async def test_a_mark_that_cannot_be_written_is_an_error_of_the_journal(
+    tmp_path: Path, failed_before: bool
+) -> None:
+    """Also when the journal is closed: a supervisor goes by the exit code, and a person reads one line."""
+    failed = asyncio.Event()
+    journal = open_journal(tmp_path, on_error=lambda error: failed.set())
+    (tmp_path / "journal" / f"{MARK}.new").mkdir()
+    for group in make_batch(1).groups:
+        journal.record_group(group)
+    await journal.flush()
+    if failed_before:
+        journal.record_batch(make_batch(1), lambda: None)
+        await failed.wait()
+    with pytest.raises(JournalError, match="cannot be written"):
+        await journal.aclose()
+    with JournalReader(tmp_path) as reader:
+        assert reader.recover().last_step == failed_before
 
 
 async def test_what_a_run_records_is_readable_by_its_owner_alone(tmp_path: Path) -> None:
