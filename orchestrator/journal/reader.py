@@ -271,6 +271,16 @@ class JournalReader:
 
     def group(self, row: GroupRow) -> Group:
         """A group with its arrays and transcript; raises DamagedPayloadError."""
+        try:
+            return self._group(row)
+        except DamagedPayloadError:
+            # A running orchestrator may have moved it since the row was read.
+            found = next(self.group_rows(ids=[row.id]), row)
+            if found.seq != row.seq or found.place == row.place:
+                raise
+        return self.group(found)
+
+    def _group(self, row: GroupRow) -> Group:
         if not row.intact:
             raise DamagedPayloadError(f"the row of {row.id!r} is not what was recorded")
         payload = read_payload(self._payloads, row.place)

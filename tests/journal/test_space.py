@@ -145,6 +145,38 @@ def test_a_group_that_waits_for_long_does_not_keep_its_segment(tmp_path: Path) -
     store.close()
 
 
+def test_a_group_that_is_moved_while_somebody_reads_is_read_where_it_is(tmp_path: Path) -> None:
+    """Its row was read before; a batch that a trainer asks for again is among what may be moved."""
+    store = make_store(tmp_path, None)
+    first = make_batch(1)
+    others = [make_group(500 + number) for number in range(30)]
+    store.begin(sync=False)
+    for group in [*first.groups, *others]:
+        store.add_group(group)
+    store.add_batch(first, None, {})
+    store.commit(sync=False)
+    reader = JournalReader(tmp_path)
+    rows = list(reader.group_rows(step=1))
+    store.begin(sync=False)
+    for group in others:
+        store.evict_group(group.id, group.env, "stale")
+    store.commit(sync=False)
+    for number in range(12):
+        several = [make_group(1000 + 20 * number + other) for other in range(20)]
+        store.begin(sync=False)
+        for group in several:
+            store.add_group(group)
+        for group in several[1:]:
+            store.evict_group(group.id, group.env, "stale")
+        store.commit(sync=False)
+        store.tidy()
+    moved = list(reader.group_rows(step=1))
+    assert all(row.place.segment != now.place.segment for row, now in zip(rows, moved, strict=True))
+    assert [all_facts(reader.group(row)) for row in rows] == [all_facts(group) for group in first.groups]
+    reader.close()
+    store.close()
+
+
 def test_a_damaged_batch_that_nobody_needs_does_not_keep_its_segment_or_end_the_run(tmp_path: Path) -> None:
     """It is given up when what is left of its segment is moved."""
 
