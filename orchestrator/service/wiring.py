@@ -121,18 +121,24 @@ class EvaluationFile:
 
     def rewrite(self, results: Iterable[Mapping[str, Any]]) -> None:
         lines = [json.dumps(result) + "\n" for result in results]
-        if lines or self._path.exists():
-            self._path.write_text("".join(lines), encoding="utf-8")
+        try:
+            if lines or self._path.exists():
+                self._path.write_text("".join(lines), encoding="utf-8")
+        except OSError as error:
+            self._say(error)
 
     def append(self, result: Mapping[str, Any]) -> None:
         try:
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(result) + "\n")
         except OSError as error:
-            if not self._said:
-                note = "the journal has the results; the file has them again after a restart"
-                log.warning("eval.file_failed", path=str(self._path), error=str(error), note=note)
-            self._said = True
+            self._say(error)
+
+    def _say(self, error: OSError) -> None:
+        if not self._said:
+            note = "the journal has the results; the file has them again after a restart"
+            log.warning("eval.file_failed", path=str(self._path), error=str(error), note=note)
+        self._said = True
 
 
 class Offers:

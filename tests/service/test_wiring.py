@@ -99,6 +99,7 @@ def test_a_result_that_cannot_be_written_does_not_end_the_run(tmp_path: Path) ->
     """It is in the journal; a full disk or a file of another user costs a line of this file alone."""
     results = EvaluationFile(tmp_path)
     (tmp_path / "evals.jsonl").mkdir()
+    results.rewrite([{"step": 0}])
     results.append({"step": 1})
     (tmp_path / "evals.jsonl").rmdir()
     results.append({"step": 2})
