@@ -120,6 +120,8 @@ class JournalStore:
         # What becomes of `kept` and the checkpoint when this transaction is committed.
         self._next_kept, self._next_checkpoint = self.kept, self._checkpoint
         self._now = 0.0
+        self._on_disk = False
+        """Whether the last commit is."""
         self._fold_at_bytes = self._foldable_bytes()
 
     def begin(self, *, sync: bool) -> None:
@@ -334,9 +336,7 @@ class JournalStore:
         for segment in self._changed.keys() - self._lost:
             self._live[segment] = self._live.get(segment, 0) + self._changed[segment]
         self._clear()
-        if sync or not self._fsync:
-            # Only now: what says that nothing refers to a segment must be on disk before the segment goes.
-            self._give_back()
+        self._on_disk = sync or not self._fsync
 
     def rollback(self) -> None:
         """Undo the transaction, on disk too."""
@@ -347,11 +347,15 @@ class JournalStore:
         self._clear()
 
     def tidy(self, *, force: bool = False) -> None:
-        """Between transactions: mark a new batch, move the last payloads out of old segments, fold a long WAL."""
+        """Between transactions: mark a new batch, give back segments, move the last payloads out of old segments, fold a long WAL."""
         step, acknowledged = self._committed_ends
         if step > self._mark.mark.step:
             # A batch's commit was brought to disk, and everything before it too.
             self._mark.write(step=step, acknowledged=acknowledged)
+        if self._on_disk:
+            # Only now: what says that nothing refers to a segment must be on disk before the segment goes. And not in the
+            # commit, which would seem to have failed where a segment cannot go.
+            self._give_back()
         self._compact()
         if force or self._wal_bytes() > self._fold_at_bytes:
             self._fold(last=force)
@@ -419,6 +423,7 @@ class JournalStore:
         except (OSError, sqlite3.Error, DamagedPayloadError):
             self.rollback()
             raise
+        self._give_back()
 
     def _insert_new(self) -> None:
         """Insert the rows that have gathered, many with one statement: each statement waits for the interpreter."""

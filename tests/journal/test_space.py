@@ -289,6 +289,34 @@ async def test_a_payload_file_that_cannot_be_begun_is_not_written_to_afterwards(
         assert len(reader.recover().groups) == 12
 
 
+async def test_a_payload_file_that_cannot_be_given_back_doubles_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was recorded with it is committed, and what comes after it is recorded when the journal is closed."""
+    monkeypatch.setattr(journals, "SEGMENT_BYTES", SEGMENT_BYTES)
+    failed, durable = asyncio.Event(), asyncio.Event()
+    journal = open_journal(tmp_path, keep_batches=0, on_error=lambda error: failed.set())
+    for step in range(1, 4):
+        batch = make_batch(step, 8)
+        for group in batch.groups:
+            journal.record_group(group)
+        journal.record_batch(batch, lambda: None)
+        await journal.flush()
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", refuse)
+        patch.setattr(Path, "unlink", refuse)
+        journal.record_acknowledged(1)
+        journal.record_eval({"env": "math", "step": 1, "version": 1})
+        journal.when_durable(durable.set)
+        await failed.wait()
+    journal.record_group(make_group(1001))
+    await journal.aclose()
+    assert durable.is_set()
+    with JournalReader(tmp_path) as reader:
+        assert len(reader.evals()) == 1
+        assert [group.task.position for group in reader.recover().groups] == [1001]
+
+
 def test_a_file_that_cannot_be_brought_to_disk_is_tried_again_by_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
