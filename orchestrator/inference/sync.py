@@ -147,9 +147,14 @@ class WeightSync:
         return weights.serial > self.target.serial
 
     async def wait_idle(self) -> None:
-        """Wait until no engine is being updated, which takes no longer than updates may."""
-        while updating := [endpoint for endpoint in self._endpoints if endpoint.updating]:
-            async with updating[0].lock:
+        """Wait until no engine is being updated, which takes no longer than updates may.
+
+        One that stands still for the trainer is not waited for: nobody holds its lock, and what it gets is a later version.
+        """
+        while locked := [
+            endpoint.lock for endpoint in self._endpoints if endpoint.updating and endpoint.lock.locked()
+        ]:
+            async with locked[0]:
                 pass
 
     def is_current(self, endpoint: Endpoint) -> bool:

@@ -1,5 +1,6 @@
 """Weights that the trainer sends itself: engines stand still meanwhile, and one with half of a version is never sampled from."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -151,6 +152,28 @@ async def test_a_version_that_no_engine_has_in_the_end_is_refused() -> None:
         other.restart()
         with pytest.raises(WeightUpdateError, match="no inference server has version 1"):
             await pool.sending.finish()
+
+
+async def test_a_version_that_is_sent_before_the_last_one_failed_everywhere_holds_up_nothing() -> None:
+    """The failure is told, although an engine stands still for the trainer meanwhile."""
+    async with two_engines() as (pool, one, other, wait):
+        await send(pool, 1)
+        other.restart()
+        await wait(lambda: pool.sending.waiting == 1)
+        await pool.sending.begin(2)
+        other.restart()
+        await pool.sending.finish()
+        one.stuck.add("/weight_info")
+        updating = asyncio.create_task(pool.update_weights(2, SENT))
+        await wait(pool.endpoints[0].lock.locked)
+        beginning = asyncio.create_task(pool.sending.begin(3))
+        await wait(lambda: pool.sending.engines == [other.base_url] and other.label == "updating 3")
+        await wait(lambda: not pool.endpoints[1].lock.locked())
+        one.broken["/weight_info"] = 500
+        one.unstick()
+        assert list((await updating).failed) == [pool.endpoints[0].name]
+        await beginning
+        assert pool.sending.engines == [other.base_url]
 
 
 @pytest.mark.parametrize("beginning", [Beginning.TRAINER, Beginning.OWN])
