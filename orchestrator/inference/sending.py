@@ -96,8 +96,11 @@ class Sending:
             await api.post("/resume", timeout_s=_RECOVERY_TIMEOUT_S)
 
         failed = await self._end(label)
-        if len(failed) == len(self._frozen):
-            said = "; ".join(f"{endpoint.name}: {reason}" for endpoint, reason in failed.items())
+        if not any(endpoint in self._watches and endpoint not in failed for endpoint in self._frozen):
+            said = "; ".join(
+                f"{endpoint.name}: {failed.get(endpoint, 'was removed meanwhile')}"
+                for endpoint in self._frozen
+            )
             self._close()
             raise WeightUpdateError(f"no inference server has version {version} ({said})")
         self._close()
@@ -131,11 +134,12 @@ class Sending:
         await self._end(abort)
         self._close()
 
-    async def _freeze(self, endpoint: Endpoint) -> None:
-        api = self._watches[endpoint].api
+    async def _freeze(self, endpoint: Endpoint, api: EngineApi) -> None:
         read_label = self._sync.update.read_label
         assert read_label is not None
         async with endpoint.lock:
+            if endpoint not in self._watches:
+                return  # it was removed while others were at it
             endpoint.updating = True
             try:
                 before = _Before(await read_label(api), endpoint.serial, endpoint.label)
@@ -166,9 +170,9 @@ class Sending:
         """Do the last thing with every frozen engine; those that failed, and why, are lost."""
         failed: dict[Endpoint, str] = {}
 
-        async def one(endpoint: Endpoint) -> None:
+        async def one(endpoint: Endpoint, api: EngineApi) -> None:
             try:
-                await act(endpoint, self._watches[endpoint].api)
+                await act(endpoint, api)
             except InferenceError as error:
                 failed[endpoint] = reason_of(error)
             finally:
@@ -190,10 +194,14 @@ class Sending:
         self.version = None
         self._frozen.clear()
 
-    async def _each(self, endpoints: Sequence[Endpoint], act: Callable[[Endpoint], Awaitable[None]]) -> None:
-        async def run(endpoint: Endpoint) -> None:
-            await act(endpoint)
+    async def _each(
+        self, endpoints: Sequence[Endpoint], act: Callable[[Endpoint, EngineApi], Awaitable[None]]
+    ) -> None:
+        async def run(endpoint: Endpoint, api: EngineApi) -> None:
+            await act(endpoint, api)
 
         async with asyncio.TaskGroup() as group:
             for endpoint in endpoints:
-                group.create_task(run(endpoint), name=f"send {endpoint.name}")
+                # Not looked up in the task: an endpoint may be removed before that begins.
+                api = self._watches[endpoint].api
+                group.create_task(run(endpoint, api), name=f"send {endpoint.name}")

@@ -176,6 +176,35 @@ async def test_a_version_that_is_sent_before_the_last_one_failed_everywhere_hold
         assert pool.sending.engines == [other.base_url]
 
 
+async def test_an_engine_that_is_removed_does_not_count_as_having_the_version() -> None:
+    """Nobody else has it, so it is refused, as where all of them were restarted."""
+    async with two_engines() as (pool, one, other, _):
+        await pool.sending.begin(1)
+        pool.remove_endpoint(other.base_url)
+        one.restart()
+        with pytest.raises(WeightUpdateError, match="has version 1 .*was restarted.*was removed meanwhile"):
+            await pool.sending.finish()
+
+
+@pytest.mark.parametrize("end", ["finish", "take_back", "give_up"])
+async def test_an_engine_may_be_removed_at_any_moment_of_a_sending(end: str) -> None:
+    """Also between the decision to speak to it and the first word; the others go on."""
+    async with two_engines() as (pool, one, other, _):
+        beginning = asyncio.create_task(pool.sending.begin(1))
+        await asyncio.sleep(0)
+        pool.remove_endpoint(other.base_url)
+        await beginning
+        assert pool.sending.engines == [one.base_url]
+        pool.add_endpoint(other.base_url)
+        await pool.sending.take_back()
+        await pool.sending.begin(1)
+        ending = asyncio.create_task(getattr(pool.sending, end)(*(["over"] if end == "give_up" else [])))
+        await asyncio.sleep(0)
+        pool.remove_endpoint(other.base_url)
+        await ending
+        assert (pool.sending.version, one.paused) == (None, False)
+
+
 @pytest.mark.parametrize("beginning", [Beginning.TRAINER, Beginning.OWN])
 async def test_a_fresh_run_may_wait_for_version_0(beginning: Beginning) -> None:
     """What the engine has is another run's: the trainer sends the beginning."""
