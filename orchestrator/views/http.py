@@ -99,11 +99,8 @@ class App:
         path = request.path
         if path in known:
             return path
-        while "/" in path[1:]:
-            path = path[: path.rstrip("/").rindex("/") + 1]
-            if path in known and path != "/":
-                return path
-        return request.path
+        above = [prefix for prefix in known if prefix.endswith("/") and prefix != "/" and path.startswith(prefix)]
+        return max(above, key=len, default=path)
 
     def _may_ask(self, request: Request) -> bool:
         if self._expected is None:

@@ -157,6 +157,15 @@ async def test_what_is_not_there_is_not_found() -> None:
         assert (await site.get("/api/status", method="POST"))[0] == 405
 
 
+@pytest.mark.parametrize("path", ["//", "//healthz", "///api/status", "/healthz//", "/x//y"])
+async def test_a_slash_too_many_is_not_found(path: str) -> None:
+    """Whoever may not ask is told no more of it than of any other path."""
+    for token, status in ((None, 404), (TOKEN, 401)):
+        async with serving(token) as site, connected(site) as (reader, writer):
+            writer.write(f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
+            assert (await reader.readline()).split()[1] == str(status).encode()
+
+
 @pytest.mark.parametrize("given", [None, "Bearer wrong", TOKEN, "Bearer ", f"Bearer {TOKEN}x", "Bearer café"])
 async def test_without_the_token_everything_is_refused(given: str | None) -> None:
     """401, even for paths that are not there."""
