@@ -1,7 +1,7 @@
 """What the page asks for while it is open: a stream of events, and rollouts when somebody looks for them.
 
-One rendering a second serves every page that is open, and without one nothing is rendered. What is read from disk is read
-in a thread. A page says what it has (the run, its last step, the width of its points) and gets what changed since; a page
+One rendering a second serves every page that is open, and without one nothing is rendered. What is read from disk, and what
+grows with the run, is made ready in a thread. A page says what it has (the run, its last step, the width of its points) and gets what changed since; a page
 that is not read is sent nothing, and loses its connection after the idle time. Answers about rollouts are bounded in
 number and in size. Changes nothing.
 """
@@ -114,7 +114,7 @@ class Feed:
             if request.is_read:
                 request.stay_open()
                 have = self._moment_of_series()
-                await response.write(self._frame(since))
+                await response.write(await self._frame(since))
             await self._wait()
             await self._render()
             since = self._changed_since(have)
@@ -148,12 +148,20 @@ class Feed:
             self._frames = {}
             self._rendered_at = self._clock()
 
-    def _frame(self, since: int | None) -> bytes:
-        frame = self._frames.get(since)
-        if frame is None:
-            parts = {} if since is None else self._recorded.parts(since)
-            frame = self._frames[since] = b"data: " + msgspec.json.encode({**self._base, **parts}) + b"\n\n"
-        return frame
+    async def _frame(self, since: int | None) -> bytes:
+        async with self._rendering:
+            frame = self._frames.get(since)
+            if frame is None:
+                # Half a second's work where a long run has many envs.
+                parts = {} if since is None else await asyncio.to_thread(self._encode_parts, since)
+                frame = self._frames[since] = (
+                    b"data: " + msgspec.json.encode({**self._base, **parts}) + b"\n\n"
+                )
+            return frame
+
+    def _encode_parts(self, since: int) -> dict[str, msgspec.Raw]:
+        parts = self._recorded.parts(since)
+        return {name: msgspec.Raw(msgspec.json.encode(part)) for name, part in parts.items()}
 
     def _first_step_for(self, request: Request) -> int:
         """A page that lost its connection has most of the columns already."""

@@ -99,7 +99,9 @@ class App:
         path = request.path
         if path in known:
             return path
-        above = [prefix for prefix in known if prefix.endswith("/") and prefix != "/" and path.startswith(prefix)]
+        above = [
+            prefix for prefix in known if prefix.endswith("/") and prefix != "/" and path.startswith(prefix)
+        ]
         return max(above, key=len, default=path)
 
     def _may_ask(self, request: Request) -> bool:

@@ -182,7 +182,7 @@ async def test_an_engine_that_is_removed_does_not_count_as_having_the_version() 
         await pool.sending.begin(1)
         pool.remove_endpoint(other.base_url)
         one.restart()
-        with pytest.raises(WeightUpdateError, match="has version 1 .*was restarted.*was removed meanwhile"):
+        with pytest.raises(WeightUpdateError, match=r"has version 1 .*was restarted.*was removed meanwhile"):
             await pool.sending.finish()
 
 

@@ -2,9 +2,10 @@
 
 import asyncio
 import json
+import threading
 import time
 import tomllib
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
@@ -57,6 +58,8 @@ class Site:
     shelf: Shelf = field(default_factory=Shelf)
     trouble: str = ""
     note: str = "a note"
+    threads: set[int] = field(default_factory=set)
+    """Those in which what pages draw was put together."""
     records: list[StepRecord] = field(default_factory=lambda: [step_record(n) for n in range(1, 101)])
 
     def read(self, step: int, evals: int) -> Recorded:
@@ -71,6 +74,18 @@ class Site:
         return sample_status(step=self.last, notes=[self.note])
 
 
+class WatchedRun(RecordedRun):
+    """Notes in which threads its parts are put together."""
+
+    def __init__(self, read: Callable[[int, int], Recorded], threads: set[int]) -> None:
+        super().__init__(read)
+        self.threads = threads
+
+    def parts(self, since: int = 1) -> dict[str, Any]:
+        self.threads.add(threading.get_ident())
+        return super().parts(since)
+
+
 @asynccontextmanager
 async def showing(*, token: str | None = None, tick_s: float = 0.02, **limits: Any) -> AsyncIterator[Site]:
     site = Site()
@@ -78,7 +93,7 @@ async def showing(*, token: str | None = None, tick_s: float = 0.02, **limits: A
     feed = Feed(
         name="a run",
         status=site.status,
-        recorded=RecordedRun(site.read),
+        recorded=WatchedRun(site.read, site.threads),
         rollouts=site.shelf,
         moment=lambda: (site.last, site.run_id, site.trouble),
         tick_s=tick_s,
@@ -233,6 +248,17 @@ async def test_one_rendering_serves_all_pages_and_none_is_made_for_nobody() -> N
         # It is rendered anew after half a tick at the earliest; each page for itself would be sixty times.
         assert site.rendered <= 1 + (time.monotonic() - began) / 0.1
         assert site.reads == [(0, 0)]
+
+
+async def test_what_a_page_draws_is_not_put_together_on_the_event_loop() -> None:
+    """It grows with the run: neither all of it, nor what is new, may hold up what else goes on."""
+    async with showing() as site, page_of(site) as frames:
+        assert (await anext(frames))["series"]["last"] == 3
+        site.last = 5
+        *_, news = [frame async for frame in until_news(frames)]
+        assert news["series"]["last"] == 5
+        assert site.threads
+        assert threading.get_ident() not in site.threads
 
 
 async def test_a_journal_that_cannot_be_read_is_said_on_the_page() -> None:
