@@ -193,6 +193,22 @@ async def test_a_trainer_that_says_nothing_is_given_up_in_time(tmp_path: Path, p
             assert (running.service.run.version, len(pool.ready)) == (1, 1)
 
 
+async def test_what_became_of_an_earlier_attempt_says_nothing_of_a_later_one(
+    tmp_path: Path, policy: str
+) -> None:
+    """One that raised has ended by its trainer's word; the same version is sent again, and that is given up for its time."""
+    async with running_service(config_of(tmp_path, policy, update_timeout_s=0.5)) as running:
+        run, pool = running.service.run, running.service.pool
+        async with AsyncTrainerClient(running.address) as trainer:
+            with pytest.raises(ZeroDivisionError):
+                async with trainer.updating(1):
+                    raise ZeroDivisionError
+            with pytest.raises(TrainerLinkError, match="version 1 is not being sent: it was given up"):
+                async with trainer.updating(1):
+                    await until(lambda: pool.sending.version is None)
+            assert run.weights.newest == 0
+
+
 async def test_after_a_restart_engines_that_have_the_version_go_on(
     tmp_path: Path, policy: str, fresh: str
 ) -> None:
