@@ -126,7 +126,7 @@ class Leases:
             token=token,
             rewound=rewound,
             send=transport.send,
-            on_gone=lambda rank: updates.gone(rank.client),
+            on_gone=self._gone,
         )
         self._rewinds = (
             None
@@ -234,15 +234,18 @@ class Leases:
 
     def lose(self, peer: bytes) -> None:
         """The connection is gone."""
-        rank = self._ranks.by_peer(peer)
-        if rank is not None and self._rewinds is not None:
-            self._rewinds.lose(rank.number)
         self._ranks.lose(peer)
         self._on_told()
 
     def publish(self, version: int, path: str | None) -> None:
         """A version appeared in the directory that is watched."""
         self._publications.publish(version, path, step=0, source="directory", then=lambda decision: None)
+
+    def _gone(self, rank: Rank) -> None:
+        """What a rank asked for that nobody waits for any more."""
+        self._updates.gone(rank.client)
+        if self._rewinds is not None:
+            self._rewinds.lose(rank.number)
 
     def _join(self, peer: bytes, join: Join) -> None:
         rank = self._ranks.join(peer, join)
@@ -285,8 +288,6 @@ class Leases:
             case Ping():
                 self._transport.send(rank.peer, self._pong())
             case Leave():
-                if self._rewinds is not None:
-                    self._rewinds.lose(rank.number)
                 self._ranks.leave(rank)
                 self._on_told()
 

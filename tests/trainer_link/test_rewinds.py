@@ -117,6 +117,17 @@ def test_a_rank_that_is_gone_does_not_count() -> None:
     assert service.begun == [3]
 
 
+def test_what_a_process_asked_for_that_was_replaced_does_not_count() -> None:
+    """Its successor may want something else, and is not to find the run set back."""
+    service = Rewindable(2)
+    service.ask(0, 3)
+    service.join(0, peer=b"successor", client="another process")
+    service.ask(1, 3)
+    assert (service.begun, service.refused()) == ([], {})
+    service.tell(b"successor", Next(1, LAST))
+    assert "rank 0 goes on with step 10" in service.refused()[b"peer1"]
+
+
 def test_what_stands_in_the_way_is_told_to_all() -> None:
     """And they may ask again."""
     service = Rewindable(2)
