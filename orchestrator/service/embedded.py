@@ -71,8 +71,21 @@ class EmbeddedRun:
         if self._asking:
             raise RuntimeError("a batch is waited for already; one coroutine at a time may do that")
         self._asking = True
+        came: list[TrainingBatch] = []
+
+        async def ask() -> TrainingBatch | None:
+            batch = await self._client.next_batch()
+            if batch is not None:
+                came.append(batch)
+            return batch
+
         try:
-            return await self._while_serving(self._client.next_batch(), outlives=True)
+            return await self._while_serving(ask(), outlives=True)
+        except asyncio.CancelledError:
+            # One that came in this very moment was seen by nobody: it is to come again, and not to be acknowledged.
+            for batch in came:
+                self._client.resume_after(batch.step - 1)
+            raise
         finally:
             self._asking = False
 

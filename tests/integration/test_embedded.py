@@ -125,6 +125,32 @@ async def test_a_batch_that_the_body_did_not_finish_comes_again(
         assert (again.step, again.tokens.tolist()) == (2, seen[1].tokens.tolist())
 
 
+async def test_a_batch_that_came_as_its_wait_was_given_up_comes_again(tmp_path: Path, policy: str) -> None:
+    """Nobody has seen it, so it is not done with: neither when the next one is asked for nor when the block is left."""
+    config = values(tmp_path, policy)
+    async with orchestrator.running(config) as run:
+        waiting = asyncio.create_task(run.next_batch())
+        while run._client.after == 0:  # noqa: ASYNC110  the very turn of the loop matters
+            await asyncio.sleep(0)
+        assert not waiting.done()
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        first = await run.next_batch()
+        assert first is not None
+        assert first.step == 1
+        waiting = asyncio.create_task(run.next_batch())
+        while run._client.after == 1:  # noqa: ASYNC110  the very turn of the loop matters
+            await asyncio.sleep(0)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+    async with orchestrator.running(config) as run:
+        second = await run.next_batch()
+        assert second is not None
+        assert second.step == 2
+
+
 async def test_a_batch_is_acknowledged_in_words_or_by_leaving_in_peace(tmp_path: Path, policy: str) -> None:
     """As over the link: an exception later does not bring it back, and leaving the block is as good as asking on."""
     config = values(tmp_path, policy)
