@@ -102,6 +102,7 @@ class FileChannel:
         self._peer = uuid.uuid4().hex
         self._numbers = itertools.count()
         self._waiting: deque[list[memoryview]] = deque()
+        self._failing = False
 
     def send(self, frame: bytes) -> None:
         """Best effort: while the directory cannot be written, the service counts as silent."""
@@ -114,19 +115,28 @@ class FileChannel:
             return
 
     def receive(self) -> list[Any] | None:
+        """While the directory cannot be read, the service counts as silent, too."""
         if not self._waiting:
-            for _, path in messages_in(self._root / "outbox" / self._peer):
-                try:
-                    self._waiting.append(read_message(path))
-                except FileNotFoundError:
-                    # A service that starts empties the directory.
-                    break
-                path.unlink(missing_ok=True)
+            self._failing = False
+            try:
+                for _, path in messages_in(self._root / "outbox" / self._peer):
+                    frames = read_message(path)
+                    path.unlink(missing_ok=True)
+                    self._waiting.append(frames)
+            except FileNotFoundError:
+                pass  # a service that starts empties the directory
+            except OSError:
+                self._failing = True
         return list(self._waiting.popleft()) if self._waiting else None
 
     def wait(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
-        while not self._waiting and not self._has_mail() and (left_s := deadline - time.monotonic()) > 0:
+        # What could not be read is looked at again only then, or nobody would ever sleep over it.
+        while (
+            not self._waiting
+            and (self._failing or not self._has_mail())
+            and (left_s := deadline - time.monotonic()) > 0
+        ):
             time.sleep(min(self._poll_s, left_s))
 
     async def wait_async(self, timeout_s: float) -> None:
@@ -139,7 +149,10 @@ class FileChannel:
         shutil.rmtree(self._root / "outbox" / self._peer, ignore_errors=True)
 
     def _has_mail(self) -> bool:
-        return next(messages_in(self._root / "outbox" / self._peer), None) is not None
+        try:
+            return next(messages_in(self._root / "outbox" / self._peer), None) is not None
+        except OSError:
+            return False
 
 
 def _write_all(file: Any, data: memoryview) -> None:

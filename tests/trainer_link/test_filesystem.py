@@ -169,6 +169,28 @@ async def test_an_answer_that_cannot_be_written_is_said_once_and_tried_again(tmp
         assert len(service.errors) == 1
 
 
+async def test_a_trainer_waits_while_the_directory_cannot_be_read(tmp_path: Path) -> None:
+    """A shared disk comes and goes: what was written before is read when it is back."""
+    async with Service(tmp_path) as service:
+        channel = FileChannel(f"file://{tmp_path}", poll_s=0.01)
+        channel.send(b"hello")
+        peer, _ = await service.inbox.get()
+        service.link.send(peer, [b"answer"])
+        outbox = tmp_path / "outbox"
+        await until(lambda: list(messages_in(outbox / peer.decode())))
+        outbox.rename(tmp_path / "away")
+        outbox.write_text("in the way")
+        await channel.wait_async(0.02)
+        assert channel.receive() is None
+        outbox.unlink()
+        (tmp_path / "away").rename(outbox)
+        await channel.wait_async(5)
+        frames = channel.receive()
+        assert frames is not None
+        assert bytes(frames[0]) == b"answer"
+        channel.close()
+
+
 async def test_a_directory_that_cannot_be_made_is_an_error_with_its_name(tmp_path: Path) -> None:
     """Before anything is served."""
     (tmp_path / "file").write_text("")
