@@ -4,7 +4,7 @@ Batches go over its file transport, to `rollouts/step_N/rank_R.bin` below its ou
 trainer reads them by number, so writing one again changes nothing. Or they are published over its ZMQ transport (`prime_rl_zmq`).
 Batch N is acknowledged, and version N published, when `broadcasts/step_N/STABLE` is there, over either. A trainer that was set
 back to an older step has fewer broadcasts than the orchestrator has acknowledgements, because its launcher deletes the others; it
-is fed from there, as long as the orchestrator keeps those batches.
+is fed from there, as long as the orchestrator keeps those batches. Weights of a batch that it was never given (`Given`) are another run's.
 
 Written from what its trainer reads at commit 559b447. A shared disk tells nobody of a new file, so this looks again every `poll_s`.
 """
@@ -17,11 +17,13 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol, TypeVar
 
+import msgspec
 import structlog
 
 from orchestrator.bridges.intake import Intake
 from orchestrator.bridges.prime_rl_format import encode_shares, share_out
-from orchestrator.bridges.prime_rl_zmq import Publisher
+from orchestrator.bridges.prime_rl_zmq import Publisher, write_note
+from orchestrator.errors import ConfigError
 from orchestrator.trainer import AsyncTrainerClient, TrainingBatch
 
 log = structlog.get_logger("bridge")
@@ -31,7 +33,17 @@ T = TypeVar("T")
 POLL_S = 1.0
 NOTE = "orchestrator_bridge.json"
 """What was sent over ZMQ, in the output directory."""
+GIVEN_NOTE = "orchestrator_given.json"
+"""What was given over either transport, there too."""
 _STEP = re.compile(r"^step_(\d+)$")
+
+
+class Given(msgspec.Struct, frozen=True):
+    """What is on disk: of which run, how often that was set back before, and the last step that the trainer may have been given."""
+
+    run: str
+    rewinds: int
+    step: int
 
 
 class Exchange:
@@ -42,6 +54,7 @@ class Exchange:
         # Engines have another working directory than this process.
         self._broadcasts = directory.absolute() / "broadcasts"
         self.note = directory / NOTE
+        self._given_note = directory / GIVEN_NOTE
         self.ranks = ranks
         self._max_tokens = max_tokens
 
@@ -62,6 +75,19 @@ class Exchange:
         """Whether the files of a batch are there; blocks. Its trainer's launcher deletes them when it goes back."""
         folder = self._rollouts / f"step_{step}"
         return all((folder / f"rank_{rank}.bin").exists() for rank in range(self.ranks))
+
+    def last_given(self, run: str, rewinds: int) -> int:
+        """The last step of this run, as it is since it was set back, that the trainer may have been given; blocks."""
+        try:
+            given = msgspec.json.decode(self._given_note.read_bytes(), type=Given)
+        except (FileNotFoundError, msgspec.MsgspecError):
+            return 0
+        return given.step if (given.run, given.rewinds) == (run, rewinds) else 0
+
+    def note_given(self, run: str, rewinds: int, step: int) -> None:
+        """The trainer is about to be given a step, maybe for a second time; blocks."""
+        if step > self.last_given(run, rewinds):
+            write_note(self._given_note, Given(run, rewinds, step))
 
     def newest_weights(self) -> tuple[int, Path] | None:
         """The last step whose weights are whole, and where they are; blocks."""
@@ -215,8 +241,18 @@ class _Feed:
     async def _take(self, batch: TrainingBatch) -> None:
         times = self._set_back
         newest = await self._newest()
+        life = self._trainer.run, self._trainer.rewinds
         if newest is None or newest[0] < batch.step:
+            # Noted first: weights that are there later may come of it.
+            await _until_it_can(partial(self._exchange.note_given, *life, batch.step), self._poll_s)
             await self._delivery.give(batch)
+        elif await _until_it_can(partial(self._exchange.last_given, *life), self._poll_s) < batch.step:
+            step, path = newest
+            raise ConfigError(
+                f"{path} has weights of step {step}, and the trainer was never given batch {batch.step} of this run: they come of another "
+                f"run, or of steps that were given up; delete what is beyond step {batch.step - 1} in {path.parent}, as the trainer's launcher does "
+                "when it starts, or choose another --out"
+            )
         if times == self._set_back:
             self._given.append(batch)
             self._wake.set()

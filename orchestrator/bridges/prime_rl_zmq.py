@@ -182,7 +182,7 @@ class Publisher:
     def _send(self, note: Note, step: int) -> None:
         # Noted first: a batch that may have been sent is never sent again to the same process.
         note.sent = step
-        _write_note(self._path, note)
+        write_note(self._path, note)
         for rank, share in enumerate(self._batches[step]):
             self._data.send([b"%s%d|" % (_TOPIC, rank), share], copy=False)
         self._audience.sent()
@@ -225,7 +225,7 @@ class Publisher:
             self._audience.announce(rank)
             if rank in self._ranks and rank not in self._note.heard:
                 self._note.heard.append(rank)
-                _write_note(self._path, self._note)
+                write_note(self._path, self._note)
             self._on_change()
 
     def _say(self, event: str, **facts: object) -> None:
@@ -253,7 +253,8 @@ def _read_note(path: Path, run: str) -> Note:
     return note if note.run == run else Note(run)
 
 
-def _write_note(path: Path, note: Note) -> None:
+def write_note(path: Path, note: msgspec.Struct) -> None:
+    """Whole or not at all, also where the machine fails."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.part")
     with part.open("wb") as file:

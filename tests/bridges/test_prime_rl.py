@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from orchestrator.bridges.prime_rl import Exchange, run_bridge
 from orchestrator.bridges.prime_rl_format import share_out
-from orchestrator.errors import TrainerLinkError
+from orchestrator.errors import ConfigError, TrainerLinkError
 from orchestrator.trainer import AsyncTrainerClient
 from orchestrator.trainer_link.server import BatchServer
 from tests.support.journal_groups import make_batch
@@ -217,6 +217,45 @@ async def test_a_trainer_may_go_back_while_the_bridge_goes_on(tmp_path: Path) ->
                 broadcast(out, step)
             await until(lambda: acked == [1, 2, 3, 4, 5])
             assert contents(out).items() <= files.items()
+
+
+@pytest.mark.parametrize("set_back", [False, True])
+async def test_weights_of_batches_that_were_never_given_acknowledge_nothing(
+    tmp_path: Path, set_back: bool
+) -> None:
+    """They are what another run, or one that was set back since, has left in the directory."""
+    out = tmp_path / "out"
+    acked: list[int] = []
+    if set_back:
+        async with (
+            make_server(bind=f"ipc://{tmp_path}/before", world_size=1, on_ack=acked.append) as server,
+            bridge(server, out),
+        ):
+            for step in (1, 2, 3):
+                server.offer(make_batch(step))
+                await until(lambda step=step: (out / "rollouts" / f"step_{step}").exists())  # type: ignore[misc]
+                broadcast(out, step)
+                await until(lambda step=step: acked[-1:] == [step])  # type: ignore[misc]
+    else:
+        broadcast(out, 3)
+    acked.clear()
+    rewound = [1] if set_back else []
+    async with make_server(
+        bind=f"ipc://{tmp_path}/s", world_size=1, on_ack=acked.append, last_step=len(rewound), rewound=rewound
+    ) as server:
+        server.offer(make_batch(2 if set_back else 1))
+        async with bridge(server, out) as task:
+            await until(lambda: task.done() or acked)
+            assert acked == []
+            with pytest.raises(ConfigError, match=r"step_3 has weights of step 3.*another run.*--out"):
+                await task
+        for folder in [*out.glob("rollouts/step_*"), *out.glob("broadcasts/step_*")]:
+            if int(folder.name.removeprefix("step_")) > len(rewound):
+                shutil.rmtree(folder)
+        async with bridge(server, out):
+            await until(lambda: (out / "rollouts" / f"step_{len(rewound) + 1}" / "rank_1.bin").exists())
+            broadcast(out, len(rewound) + 1)
+            await until(lambda: acked == [len(rewound) + 1])
 
 
 async def test_a_directory_that_cannot_be_used_for_a_while_ends_nothing(
