@@ -2,7 +2,7 @@
 
 `begin` freezes every engine that answers, in service or not, and marks it by a label that is no version's; so whatever
 happens meanwhile, to whichever process, an engine with half of a version is never taken for one with a whole.
-`finish` labels the version on every engine that still has the mark and lets it go on. `take_back` lets them go on
+`finish` labels the version, and whose it is, on every engine that still has the mark and lets it go on. `take_back` lets them go on
 as they were, where the trainer says that it sent nothing at all. `give_up` is for a trainer that failed or died within: nobody knows
 what the engines have, so their requests are aborted and they are out of service until the next version. Each call
 is bounded; an engine that fails one is lost, and the others go on.
@@ -21,6 +21,7 @@ from orchestrator.inference.recipe import WeightUpdateError
 from orchestrator.inference.roster import Roster, describe_errors
 from orchestrator.inference.sync import WeightSync
 from orchestrator.inference.watch import EndpointWatch
+from orchestrator.inference.weights import SENT, sent_label
 
 log = structlog.get_logger(__name__)
 
@@ -86,13 +87,14 @@ class Sending:
             )
         log.info("weights.sending", version=version, endpoints=len(self._frozen))
 
-    async def finish(self) -> None:
-        """The trainer has sent the version to all of them; WeightUpdateError if none has it."""
+    async def finish(self, path: str = SENT) -> None:
+        """The trainer has sent the version, published under `path`, to all of them; WeightUpdateError if none has it."""
         version = self.version
+        assert version is not None
 
         async def label(endpoint: Endpoint, api: EngineApi) -> None:
             await self._expect_mark(api)
-            await api.post("/update_weight_version", body={"new_version": str(version)})
+            await api.post("/update_weight_version", body={"new_version": sent_label(version, path)})
             await api.post("/resume", timeout_s=_RECOVERY_TIMEOUT_S)
 
         failed = await self._end(label)

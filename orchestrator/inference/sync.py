@@ -26,7 +26,7 @@ from orchestrator.inference.endpoint import IN_SERVICE, Endpoint
 from orchestrator.inference.engine import EngineApi, EngineAwayError, EngineError
 from orchestrator.inference.lora import adapter_name
 from orchestrator.inference.recipe import UpdateRequest, WeightUpdate, WeightUpdateError
-from orchestrator.inference.weights import check_weights
+from orchestrator.inference.weights import check_weights, sent_label
 
 log = structlog.get_logger(__name__)
 
@@ -228,7 +228,7 @@ class WeightSync:
         if self.begins and self.beginning is Beginning.TRAINER:
             endpoint.lacks_weights = True
             raise WeightUpdateError(_AWAITED_SENT)
-        wanted = OWN_WEIGHTS if self.begins else str(target.version)
+        wanted = OWN_WEIGHTS if self.begins else sent_label(target.version, target.path)
         found = await self.update.read_label(api)
         if found != wanted and not (self.begins and self.beginning is Beginning.ANY):
             endpoint.lacks_weights = True

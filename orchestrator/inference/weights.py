@@ -96,7 +96,22 @@ def _guarded(recipe: WeightUpdate) -> WeightUpdate:
 
 
 SENT = "(sent by the trainer)"
-"""In place of the path of a version that has none, because it was sent."""
+"""In place of the path of a version that has none, because it was sent; of some, with who sent it behind."""
+
+
+def sent_by(life: str) -> str:
+    """In place of the path of a version that was sent in this life of a run: the same number is another version in another."""
+    return f"{SENT} {life}"
+
+
+def is_sent(path: str | None) -> bool:
+    """Whether a version has no path because it was sent."""
+    return path is not None and path.startswith(SENT)
+
+
+def sent_label(version: int, path: str | None) -> str:
+    """The label of an engine that was sent a version."""
+    return f"{version}{(path or '').removeprefix(SENT)}"
 
 
 async def check_weights(
@@ -107,7 +122,7 @@ async def check_weights(
     Asking an engine to load a folder that is not there ends the engine, so the folder is looked at first.
     `local` is False where engines see other folders than this process.
     """
-    if update.sent and path != SENT:
+    if update.sent and not is_sent(path):
         raise WeightUpdateError(
             f'version {version} was published, but with weight_update = "trainer" the trainer sends versions itself: '
             f"with trainer.updating({version}) as engines, and nothing is published"

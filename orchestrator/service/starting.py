@@ -160,6 +160,7 @@ async def start_service(
             loader,
             mode=config.inference.weight_update,
             timeout_s=config.inference.update_timeout_s,
+            life=f"{journal.run_id}/{len(journal.rewound_to)}",
         )
         driver = Driver(
             run,

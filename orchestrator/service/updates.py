@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import structlog
 
 from orchestrator.inference import InferencePool, WeightUpdateError
-from orchestrator.inference.weights import SENT
+from orchestrator.inference.weights import sent_by
 from orchestrator.run.run import Run
 from orchestrator.service.driver import Driver
 from orchestrator.service.weights import WeightLoader
@@ -47,8 +47,12 @@ class _Gone:
 class TrainerUpdates:
     """Between the trainer's link and the inference servers."""
 
-    def __init__(self, pool: InferencePool, loader: WeightLoader, *, mode: str, timeout_s: float) -> None:
-        """`mode` is how weights are updated, for those who ask to send where nothing is to be sent."""
+    def __init__(
+        self, pool: InferencePool, loader: WeightLoader, *, mode: str, timeout_s: float, life: str
+    ) -> None:
+        """`mode` is how weights are updated, for those who ask to send where nothing is to be sent; `life` names the run, and is
+        another after it was set back."""
+        self._path = sent_by(life)
         self._pool = pool
         self._loader = loader
         self._mode = mode
@@ -75,7 +79,7 @@ class TrainerUpdates:
         """A client has sent a version, or has `failed` to, before anything was sent if the servers are `untouched`; `then` is called once,
         with a refusal or "" and the path to publish."""
         if self._asked.qsize() >= _MAX_ASKED:
-            then("too much is asked of the inference servers at once; ask again later", SENT)
+            then("too much is asked of the inference servers at once; ask again later", self._path)
         else:
             self._asked.put_nowait(_End(client, version, failed, untouched, then))
 
@@ -146,13 +150,13 @@ class TrainerUpdates:
         sending = self._pool.sending
         if (asked.client, asked.version) != (self._client, sending.version):
             if self._last is not None and self._last[:2] == (asked.client, asked.version):
-                asked.then(self._last[2], SENT)
+                asked.then(self._last[2], self._path)
                 return
             reason = (
                 f"version {asked.version} is not being sent: it was given up, or the orchestrator was restarted meanwhile; "
                 f"send it again"
             )
-            asked.then(reason, SENT)
+            asked.then(reason, self._path)
             return
         refused = ""
         if asked.failed and asked.untouched:
@@ -162,14 +166,14 @@ class TrainerUpdates:
             await self._give_up(driver, f"the trainer failed ({asked.failed})")
         else:
             try:
-                await sending.finish()
+                await sending.finish(self._path)
             except WeightUpdateError as error:
                 refused = str(error)
         self._last = asked.client, asked.version, refused
         self._tell(driver, None)
         if not asked.failed and not refused and asked.version == driver.run.weights.newest:
-            self._loader.load(asked.version, SENT)  # sent again, for those who had lost it
-        asked.then(refused, SENT)
+            self._loader.load(asked.version, self._path)  # sent again, for those who had lost it
+        asked.then(refused, self._path)
 
     async def _give_up(self, driver: Driver[Run], why: str) -> None:
         sending = self._pool.sending

@@ -103,11 +103,16 @@ class Running:
 
 
 @asynccontextmanager
-async def running_service(config: Config, *, fresh: bool = False) -> AsyncIterator[Running]:
+async def running_service(
+    config: Config, *, fresh: bool = False, rewind_to: int | None = None
+) -> AsyncIterator[Running]:
     """The service from start to finish; it is stopped when the block is left. Its error is raised as it is."""
     before = _possessions()
     try:
-        async with start_service(config, fresh=fresh) as service, asyncio.TaskGroup() as group:
+        async with (
+            start_service(config, fresh=fresh, rewind_to=rewind_to) as service,
+            asyncio.TaskGroup() as group,
+        ):
             serving = group.create_task(service.serve())
             yield Running(service, serving)
             service.stop.set()

@@ -81,7 +81,7 @@ async def test_a_version_that_was_sent_counts_as_any_other(tmp_path: Path, polic
                     assert f"the trainer to send version {version}" in wait.text
                     await send(engines, weights)
                 assert run.weights.newest == run.version == version
-                assert await label_of(policy) == str(version)
+                assert (await label_of(policy)).split(" ")[0] == str(version)
                 assert not [wait for wait in running.service.status().waits if wait.kind == WaitKind.WEIGHTS]
             with pytest.raises(TrainerLinkError, match=r"with trainer\.updating\(3\)"):
                 await trainer.publish(3, str(weights))
@@ -233,6 +233,42 @@ async def test_after_a_restart_engines_that_have_the_version_go_on(
                 await send(engines, weights)
             await until(lambda: len(pool.ready) == 1)
             assert running.service.run.weights.newest == 1
+
+
+async def train_and_send(config: Config, weights: Path, versions: Sequence[int], **options: Any) -> None:
+    """A process of a run whose trainer sends versions, each after the step of its number."""
+    async with (
+        running_service(config, **options) as running,
+        AsyncTrainerClient(running.address) as trainer,
+    ):
+        for version in versions:
+            if version > trainer.after:
+                batch = await trainer.next_batch()
+                assert batch is not None
+                assert batch.step == version
+            async with trainer.updating(version, step=version, wait_s=50) as engines:
+                await send(engines, weights)
+
+
+@pytest.mark.parametrize("other", ["another run", "set back since"])
+async def test_a_version_of_the_same_number_of_another_life_is_another(
+    tmp_path: Path, policy: str, fresh: str, other: str
+) -> None:
+    """An engine that has it is not sampled from: it waits for the trainer."""
+    weights = Policy().save(tmp_path / "weights")
+    both = config_of(tmp_path, policy, base_urls=[policy, fresh])
+    if other == "another run":
+        elsewhere = config_of(tmp_path, policy).model_copy(update={"run_dir": tmp_path / "elsewhere"})
+        await train_and_send(elsewhere, weights, [1, 2])
+        await train_and_send(config_of(tmp_path, fresh), weights, [1, 2])
+    else:
+        await train_and_send(both, weights, [1, 2])
+        await train_and_send(config_of(tmp_path, fresh), weights, [1, 2], rewind_to=1)
+    async with running_service(both) as running:
+        pool = running.service.pool
+        assert running.service.run.version == 2
+        await until(lambda: pool.sending.waiting == 1)
+        assert [endpoint.url for endpoint in pool.ready] == [fresh]
 
 
 async def test_where_weights_come_from_folders_nothing_can_be_sent(tmp_path: Path, policy: str) -> None:
