@@ -229,7 +229,10 @@ class WeightSync:
             endpoint.lacks_weights = True
             raise WeightUpdateError(_AWAITED_SENT)
         wanted = OWN_WEIGHTS if self.begins else sent_label(target.version, target.path)
-        found = await self.update.read_label(api)
+        try:
+            found = await self.update.read_label(api)
+        except EngineError as error:
+            raise EngineAwayError(api.url, error.said, status=error.status) from error
         if found != wanted and not (self.begins and self.beginning is Beginning.ANY):
             endpoint.lacks_weights = True
             raise WeightUpdateError(

@@ -169,11 +169,26 @@ async def test_a_version_that_is_sent_before_the_last_one_failed_everywhere_hold
         beginning = asyncio.create_task(pool.sending.begin(3))
         await wait(lambda: pool.sending.engines == [other.base_url] and other.label == "updating 3")
         await wait(lambda: not pool.endpoints[1].lock.locked())
-        one.broken["/weight_info"] = 500
+        one.restart()
         one.unstick()
         assert list((await updating).failed) == [pool.endpoints[0].name]
         await beginning
-        assert pool.sending.engines == [other.base_url]
+        assert pool.sending.engines == [other.base_url, one.base_url]
+
+
+async def test_a_sent_version_is_not_given_up_because_nobody_answers_for_a_moment() -> None:
+    """Engines have it all the same, and the trainer will not send it again: they go on by themselves."""
+    async with ScriptedEngine() as engine:
+        pool = build_pool(engine, update="trainer")
+        async with running(pool) as wait:
+            await send(pool, 1)
+            await pool.sending.begin(2)
+            await pool.sending.finish()
+            engine.upcoming["/weight_info"] = [503]
+            report = await pool.update_weights(2, SENT)
+            assert (report.updated, list(report.failed)) == ((), [pool.endpoints[0].name])
+            await wait(lambda: len(pool.ready) == 1)
+            assert (pool.version, pool.endpoints[0].version, engine.label) == (2, 2, "2")
 
 
 async def test_an_engine_that_is_removed_does_not_count_as_having_the_version() -> None:
