@@ -286,10 +286,9 @@ class BatchBuffer(Generic[T]):
         ):
             return frozenset(found)
         # Quotas may refuse a batch that the sizes alone would make: then any further group may help.
-        return frozenset(completing(self.batch_size, envs) or [env.name for env in envs if self._wants(env)])
-
-    def _wants(self, env: EnvQueue) -> bool:
-        return env.available and (self._quotas is None or self._quotas.targets[env.name] > 0)
+        more = [env for env in envs if self._quotas is None or self._quotas.targets[env.name] > 0]
+        more = [env for env in more if env.available] or more
+        return frozenset(completing(self.batch_size, envs) or [env.name for env in more])
 
     @property
     def minimums(self) -> dict[str, int]:

@@ -18,10 +18,17 @@ def can_complete(size: int, envs: Sequence[EnvQueue]) -> bool:
 
 
 def completing(size: int, envs: Sequence[EnvQueue]) -> list[str]:
-    """As few environments as possible whose further groups make an exact batch; all where none do."""
-    chosen = [env.name for env in envs if env.available]
-    if any(not env.recent for env in envs if env.available) or not _completable(size, envs, chosen):
+    """As few environments as possible whose further groups make an exact batch; all where none do.
+
+    Those that are not available count only where the others alone cannot.
+    """
+    more = [env for env in envs if env.available]
+    chosen = [env.name for env in more]
+    if any(not env.recent for env in more):
         return chosen
+    if not _completable(size, envs, chosen):
+        # A probe of an env that hardly delivers may be all that could make a batch.
+        return [env.name for env in envs]
     # Those that have most queued are left out first.
     for env in sorted(envs, key=lambda env: -env.sequences):
         fewer = [name for name in chosen if name != env.name]
