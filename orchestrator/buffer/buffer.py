@@ -112,6 +112,7 @@ class BatchBuffer(Generic[T]):
             self._env(env)
         for env, count in minimum_counts(minimums or {}, self.batch_size).items():
             self._env(env).minimum = count
+        self._note_shares(shares or {})
 
     def _build_rule(self, *, strict: bool, wait: bool) -> TokenRule | ExactRule | QuotaRule:
         """The rule that the options ask for; `strict`: shares are quotas."""
@@ -248,13 +249,21 @@ class BatchBuffer(Generic[T]):
             self._changed()
 
     def set_quotas(self, targets: Mapping[str, float]) -> None:
-        """Other targets from now on, where batches follow any; what was carried over is forgotten."""
+        """Other targets from now on, where batches follow any; what was carried over is forgotten.
+
+        Of an env whose target is 0 no further groups are expected, whether batches follow targets or not.
+        """
         if isinstance(self._rule, EvenRule):
             self._rule.retarget(targets)
             self._changed()
         elif self._quotas is not None:
             self._quotas.set_targets(targets)
             self._changed()
+        self._note_shares(targets)
+
+    def _note_shares(self, targets: Mapping[str, float]) -> None:
+        for env, target in targets.items():
+            self._env(env).has_share = target > 0
 
     def explain(self) -> str:
         """In one sentence, why there is no batch now, or that there is one."""
@@ -286,7 +295,7 @@ class BatchBuffer(Generic[T]):
         ):
             return frozenset(found)
         # Quotas may refuse a batch that the sizes alone would make: then any further group may help.
-        more = [env for env in envs if self._quotas is None or self._quotas.targets[env.name] > 0]
+        more = [env for env in envs if env.has_share]
         more = [env for env in more if env.available] or more
         return frozenset(completing(self.batch_size, envs) or [env.name for env in more])
 

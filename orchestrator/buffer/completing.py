@@ -12,9 +12,8 @@ from orchestrator.buffer.subset_sum import Stock, completable
 
 def can_complete(size: int, envs: Sequence[EnvQueue]) -> bool:
     """Whether further groups could make an exact batch; true also while an environment's sizes are not known."""
-    if any(env.available and not env.recent for env in envs):
-        return True
-    return _completable(size, envs, [env.name for env in envs if env.available])
+    more = [env for env in envs if env.available and env.has_share]
+    return any(not env.recent for env in more) or _completable(size, envs, [env.name for env in more])
 
 
 def completing(size: int, envs: Sequence[EnvQueue]) -> list[str]:
@@ -22,13 +21,13 @@ def completing(size: int, envs: Sequence[EnvQueue]) -> list[str]:
 
     Those that are not available count only where the others alone cannot.
     """
-    more = [env for env in envs if env.available]
+    more = [env for env in envs if env.available and env.has_share]
     chosen = [env.name for env in more]
     if any(not env.recent for env in more):
         return chosen
     if not _completable(size, envs, chosen):
         # A probe of an env that hardly delivers may be all that could make a batch.
-        return [env.name for env in envs]
+        return [env.name for env in envs if env.has_share]
     # Those that have most queued are left out first.
     for env in sorted(envs, key=lambda env: -env.sequences):
         fewer = [name for name in chosen if name != env.name]

@@ -100,6 +100,7 @@ class EnvQueue:
     rank: int
     minimum: int = 0
     available: bool = True
+    has_share: bool = True  # else no further groups of it come
     sequences: int = 0
     tokens: int = 0
     lanes: dict[int, SizeQueue] = field(default_factory=dict)

@@ -171,7 +171,7 @@ def build_buffer(
     batch = settings.batch
     splits = batch.on_stuck == "split" and batch.unit == "sequences"
     targets = {env.name: env.target for env in settings.train}
-    return BatchBuffer(
+    buffer = BatchBuffer[Group](
         batch.size,
         minimums=None if batch.quotas else {env.name: env.minimum for env in settings.train if env.minimum},
         envs=[env.name for env in settings.train],
@@ -185,6 +185,8 @@ def build_buffer(
         # Paced work is trained in the order of its age, so that none of it is left behind.
         order="version" if settings.mode == "pace" else "arrival",
     )
+    buffer.set_quotas(targets)
+    return buffer
 
 
 def _env_rules(port: EnvPort, limits: Limits, env: TrainEnvSettings | None = None) -> EnvRules:

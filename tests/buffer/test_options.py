@@ -351,6 +351,28 @@ def test_where_groups_are_not_split_the_envs_that_make_the_sum_exact_are_needed(
     assert buffer.can_take()
 
 
+def test_groups_of_an_env_without_a_share_are_not_what_makes_the_sum_exact() -> None:
+    """None come any more, whatever sizes they had; the others bring what they can."""
+    buffer: BatchBuffer[int] = BatchBuffer(16, envs=["math", "code"])
+    buffer.add(0, env="code", size=1)
+    for at, size in enumerate((5, 5, 4, 4, 4)):
+        buffer.add(at, env="math", size=size)
+    assert buffer.needed({}) == {"code"}
+    buffer.set_quotas({"math": 1.0, "code": 0.0})
+    assert buffer.needed({}) == {"math"}
+
+
+def test_a_stuck_queue_is_split_at_once_where_only_an_env_without_a_share_could_help() -> None:
+    """Its groups, of which no size is known, will not come."""
+    buffer: BatchBuffer[Sequences] = BatchBuffer(
+        4, on_stuck="split", stuck_after_s=10, split=split, envs=["math", "code"]
+    )
+    buffer.set_quotas({"math": 1.0, "code": 0.0})
+    buffer.add((1, 2, 3), env="math", size=3)
+    buffer.add((4, 5, 6), env="math", size=3)
+    assert buffer.take(now=5.0) == [(1,), (4, 5, 6)]
+
+
 def test_by_quota_a_starved_env_is_needed_only_where_it_is_waited_for() -> None:
     """Otherwise the others make up for it."""
     for on_starved, needed in (("wait", {"code"}), ("redistribute", set())):

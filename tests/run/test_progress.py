@@ -294,6 +294,14 @@ NAMED = {
         train_s=20.0,
         load_s=10.0,
     ),
+    "a ratio set to nothing by hand, and a group of that env would complete the batch": Scenario(
+        envs=(Env(group_size=3, sequences=(1, 2)), Env(group_size=1)),
+        batch_size=16,
+        on_stuck="wait",
+        max_buffered=1.0,
+        max_inflight=16,
+        commands=((4.0, {"command": "ratio", "envs": {"e1": 0.0}}),),
+    ),
     "servers that die and endpoints that go": Scenario(
         envs=(Env(), Env(minimum=0.25)),
         servers=2,
