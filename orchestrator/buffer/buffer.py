@@ -244,8 +244,15 @@ class BatchBuffer(Generic[T]):
     def set_available(self, env: str, available: bool) -> None:
         """The minimum of an unavailable env is waived, and its quota never waited for."""
         queue = self._env(env)
-        if queue.available != available:
-            queue.available = available
+        if queue.available != available or queue.returning:
+            queue.available, queue.returning = available, False
+            self._changed()
+
+    def set_returning(self, env: str) -> None:
+        """An unavailable env can deliver again: from now on its minimum is `planned`, though it does not hold yet."""
+        queue = self._env(env)
+        if not queue.available and not queue.returning:
+            queue.returning = True
             self._changed()
 
     def set_quotas(self, targets: Mapping[str, float]) -> None:
@@ -306,11 +313,12 @@ class BatchBuffer(Generic[T]):
 
     @property
     def planned(self) -> Mapping[str, int | Fraction]:
-        """What the next batches will have of each env at least: its minimum, or its quota."""
+        """What the next batches will have of each env at least, or those after them of one that returns: its minimum, or its quota."""
+        there = {env.name for env in self._envs.values() if env.available or env.returning}
         if self._quotas is None or not self.has_quotas:
-            return self.minimums
+            return {name: (name in there) * count for name, count in self.configured_minimums.items()}
         shares = {env: share * self.batch_size for env, share in self._quotas.targets.items()}
-        return {env: share for env, share in shares.items() if self._env(env).available}
+        return {env: share for env, share in shares.items() if env in there}
 
     @property
     def has_quotas(self) -> bool:

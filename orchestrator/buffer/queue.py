@@ -100,6 +100,7 @@ class EnvQueue:
     rank: int
     minimum: int = 0
     available: bool = True
+    returning: bool = False  # it can deliver again, and room is kept for what it is to have of each batch
     has_share: bool = True  # else no further groups of it come
     sequences: int = 0
     tokens: int = 0

@@ -38,23 +38,24 @@ class Minimums:
                 why = ""
             if name in parts.mix.held:
                 why = "it is quarantined by hand"
-            if why and name not in self.waived:
+            if why:
                 parts.buffer.set_available(name, False)
-                self._say(name, why)
-            elif not why and name in self.waived:
+                if name not in self.waived:
+                    self._say(name, why)
+            elif name in self.waived:
                 self._try_restore(name)
 
     def _try_restore(self, name: str) -> None:
         buffer, pace, sink = self._parts.buffer, self._parts.pace, self._parts.sink
-        buffer.set_available(name, True)
-        minimum = buffer.minimums.get(name, 0)
+        # Until it holds nothing is started that would need its room: by themselves the others would use it for ever.
+        buffer.set_returning(name)
         if buffer.planned.get(name, 0) and pace.mode == "pace":
             room = pace.room(sink.queued_by_version(), sink.minimums(), sink.reserved)
             if not room.holds and not pace.engines_behind:
-                buffer.set_available(name, False)
                 return
+        buffer.set_available(name, True)
         del self.waived[name]
-        if minimum:
+        if minimum := buffer.minimums.get(name, 0):
             log.info("minimum.restored", env=name, sequences=minimum)
 
     def _say(self, name: str, why: str) -> None:

@@ -99,3 +99,20 @@ def test_under_drop_a_minimum_comes_back_at_once() -> None:
     world.envs["b"].revive(0)
     world.turn()
     assert world.run.minimums.waived == {}
+
+
+def test_an_env_that_comes_back_gets_its_minimum_and_its_share_again() -> None:
+    """The others do not use the room for ever that is missing for its minimum."""
+    world = make_world(
+        {"a": Behaviour(latency=lambda rng: 0.5), "b": Behaviour(latency=lambda rng: 2.0)},
+        train={"b": {"minimum": 0.25}},
+        batch_size=32,
+        max_versions=4,
+    )
+    world.at(10.0, lambda: world.kill_server("b", 0, away_s=20.0))
+    assert world.play(until=lambda: world.now > 30.0 and bool(world.run.minimums.waived))
+    assert world.play(until=lambda: not world.run.minimums.waived or world.steps() > 150)
+    assert world.run.minimums.waived == {}
+    steps = world.steps() + 20
+    assert world.play(until=lambda: world.steps() >= steps)
+    assert sum(g.size for g in world.trained[-1][2].groups if g.env == "b") == 16
