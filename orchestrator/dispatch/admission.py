@@ -75,7 +75,7 @@ class Admission:
         if probed.issuperset(starved):
             return [starved, behind, able]
         in_time = [name for name in starved if crowded[name] is None]
-        sizes = {name: self._queue.expected(name) for name in starved if name not in probed}
+        sizes = {name: self._size(name) for name in starved if name not in probed}
         smallest = [name for name in sizes if sizes[name] == min(sizes.values())]
         tiers = [[name for name in in_time if name in behind], in_time]
         if self._queue.splits:
@@ -171,5 +171,9 @@ class Admission:
         room = self._pace.room(self._queue.queued_by_version(), self._queue.minimums(), self._queue.reserved)
         full = sum(self._queue.queued().values()) >= self._bound
         queue = Wait(WaitKind.QUEUE, "the trainer (the queue is full, batch.max_buffered)") if full else None
-        admits, expected = room.admits, self._queue.expected
-        return {name: queue if admits(name, expected(name)) else TOO_OLD for name in self._train}
+        return {name: queue if room.admits(name, self._size(name)) else TOO_OLD for name in self._train}
+
+    def _size(self, name: str) -> int:
+        """What a group of an env is taken to add. One at a time counts as little as may be while nothing is known of the env:
+        as large as is guessed it might never fit, and then nothing would ever be known."""
+        return self._queue.expected(name) if self._pace.coming.get(name) else self._queue.portion(name)

@@ -91,6 +91,9 @@ class Queue(Protocol):
     def expected(self, env: str) -> int:
         """What a group of an env will add at most, in all likelihood."""
 
+    def portion(self, env: str) -> int:
+        """The same, but the plain size of a group while nothing is known."""
+
 
 class OnDispatch(Protocol):
     """Who is told that rollouts of an env entered flight."""

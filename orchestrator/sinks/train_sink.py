@@ -344,6 +344,10 @@ class TrainSink:
         """What a group of an env will add at most, in all likelihood."""
         return self._yields.expected(env)
 
+    def portion(self, env: str) -> int:
+        """The same, but the plain size of a group while nothing is known."""
+        return self._yields.portion(env)
+
     def explain(self) -> str:
         """One sentence: why there is no batch now."""
         if self.finished:

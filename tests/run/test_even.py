@@ -8,7 +8,7 @@ import pytest
 from orchestrator.groups.group import Batch
 from orchestrator.simulate.neighbours import Behaviour
 from tests.support.scenarios import Env, Scenario, play
-from tests.support.worlds import TestedWorld, make_settings
+from tests.support.worlds import TestedWorld, make_settings, make_world
 
 TARGETS = {"quick": 0.4, "middle": 0.3, "slow": 0.3}
 SECONDS = {"quick": 1.0, "middle": 5.0, "slow": 20.0}
@@ -254,3 +254,18 @@ def test_groups_of_a_size_that_divides_the_batch_are_not_split(seed: int) -> Non
     assert played.finished, played.why
     assert {group.size for batch in played.world.journal.batches for group in batch.groups} == {8}
     assert not played.world.journal.evicted
+
+
+@pytest.mark.parametrize("quotas", [False, True])
+def test_an_env_of_which_nothing_is_known_gets_its_chance_beside_a_minimum_or_quotas(quotas: bool) -> None:
+    """With the four sequences per rollout that are guessed at first, its group would never fit beside them."""
+    world = make_world(
+        {"a": Behaviour(latency=lambda rng: 1.0), "b": Behaviour(latency=lambda rng: 1.0)},
+        train={} if quotas else {"a": {"minimum": 0.25}},
+        group_size=16,
+        batch_size=64,
+        max_versions=0,
+        quotas=quotas,
+    )
+    assert world.play(until=lambda: world.steps() >= 10)
+    assert sum(group.size for group in world.trained[-1][2].groups if group.env == "b") == 32
