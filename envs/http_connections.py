@@ -134,6 +134,7 @@ class HttpConnections:
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(self._connect_timeout_s):
+                context = self._tls_context() if target.tls else None
                 addresses = await self._look_up(target.host, target.port)
                 sock = await aiohappyeyeballs.start_connection(
                     addresses,
@@ -143,15 +144,12 @@ class HttpConnections:
                     socket_factory=watchful_socket,
                 )
                 try:
-                    _, connection = await loop.create_connection(
-                        lambda: _Connection(loop),
-                        sock=sock,
-                        ssl=self._tls_context() if target.tls else None,
-                        server_hostname=target.host.rstrip(".") if target.tls else None,
-                    )
+                    _, connection = await loop.create_connection(lambda: _Connection(loop), sock=sock)
                 except BaseException:
                     sock.close()
                     raise
+                if context is not None:
+                    await connection.encrypt(context, target.host.rstrip("."))
         except TimeoutError:
             self._forget(target)
             raise TimeoutError(
@@ -197,6 +195,22 @@ class _Connection(asyncio.Protocol):
         self.ended: asyncio.Future[None] = loop.create_future()
         self.is_open = False
         self.idle_since = 0.0
+
+    async def encrypt(self, context: ssl.SSLContext, name: str) -> None:
+        """Go on over TLS, if the server can show that this is its name; else the connection is closed.
+
+        Not while the connection is made: asyncio's own loop does not always close one whose handshake is cancelled, and
+        whoever closes its socket instead leaves a transport behind that keeps the descriptor's next owner from its own.
+        """
+        assert self._transport is not None
+        if self._transport.is_closing():
+            raise ConnectionResetError("the server closed the connection")
+        try:
+            encrypted = await self._loop.start_tls(self._transport, self, context, server_hostname=name)
+        except BaseException:
+            self.close()
+            raise
+        self._transport = encrypted
 
     async def ask(self, head: bytes, body: bytes, max_bytes: int) -> AnswerReader:
         """Send a request and wait for its answer."""

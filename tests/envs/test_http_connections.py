@@ -4,7 +4,7 @@ import asyncio
 import ssl
 import subprocess
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from shutil import which
 
@@ -14,6 +14,11 @@ from yarl import URL
 from envs.http_connections import HttpConnections, Target
 
 ANSWER = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
+
+
+def answer_once(_: "Server", writer: asyncio.StreamWriter) -> None:
+    """Each request needs a connection of its own."""
+    writer.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 2\r\n\r\nok")
 
 
 class Server:
@@ -304,3 +309,21 @@ async def test_only_certificates_that_this_machine_trusts_are_accepted(
                 assert await ask(pool, server.url, bytes(1_000_000)) == b"ok"
                 assert await ask(pool, server.url) == b"ok"
                 assert len(set(server.ports)) == 1
+
+
+async def test_a_handshake_that_is_cancelled_at_any_moment_leaves_nothing_in_the_way_of_others(
+    monkeypatch: pytest.MonkeyPatch, certificate: Path
+) -> None:
+    """Its descriptor is free for the next connection."""
+    with trusted(monkeypatch, certificate):
+        async with serving(answer_once, certificate=certificate) as server, connections() as pool:
+            assert await ask(pool, server.url) == b"ok"  # the name is looked up
+            for turns in range(40):
+                request = asyncio.create_task(ask(pool, server.url))
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+                request.cancel()
+                with suppress(asyncio.CancelledError):
+                    await request
+                for _ in range(3):
+                    assert await ask(pool, server.url) == b"ok"
