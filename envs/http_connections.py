@@ -12,6 +12,7 @@ Written for one kind of request because a rollout of a few tokens spends half of
 import asyncio
 import base64
 import collections
+import contextlib
 import socket
 import ssl
 import time
@@ -146,7 +147,9 @@ class HttpConnections:
                 try:
                     _, connection = await loop.create_connection(lambda: _Connection(loop), sock=sock)
                 except BaseException:
-                    sock.close()
+                    # uvloop before 0.23 has closed the descriptor: the error must not take the place of a cancellation.
+                    with contextlib.suppress(OSError):
+                        sock.close()
                     raise
                 if context is not None:
                     await connection.encrypt(context, target.host.rstrip("."))

@@ -1,12 +1,15 @@
 """Connections to inference servers: kept, given up, and what is sent on them."""
 
 import asyncio
+import os
+import socket
 import ssl
 import subprocess
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from shutil import which
+from typing import Any
 
 import pytest
 from yarl import URL
@@ -273,6 +276,37 @@ async def test_a_cancelled_request_frees_its_place_and_one_that_waits_for_a_plac
             await server.left.wait()
         server.answer = lambda _, writer: writer.write(ANSWER)
         assert await ask(pool, server.url) == b"ok"
+
+
+class ClosingLoop(asyncio.SelectorEventLoop):
+    """Closes the descriptor below a socket whose connection is cancelled, as uvloop before 0.23 does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reached = asyncio.Event()
+
+    async def create_connection(self, *_: Any, sock: socket.socket, **__: Any) -> Any:  # type: ignore[override]
+        self.reached.set()
+        try:
+            await self.create_future()
+        finally:
+            os.close(sock.fileno())
+
+
+def test_a_request_that_is_cancelled_while_it_connects_is_cancelled() -> None:
+    """And not a broken connection, which would be tried again."""
+    loop = ClosingLoop()
+
+    async def cancel() -> None:
+        async with serving() as server, connections() as pool:
+            request = asyncio.create_task(ask(pool, server.url))
+            await loop.reached.wait()
+            request.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await request
+
+    with asyncio.Runner(loop_factory=lambda: loop) as runner:
+        runner.run(cancel())
 
 
 @pytest.fixture
