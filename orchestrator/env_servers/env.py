@@ -392,6 +392,9 @@ class EvalEnv(Env):
         wanted, there = self.settings.num_examples, self.num_tasks
         if there is None and wanted is None:
             raise EnvError(self.name, "its tasks have no end: set num_examples")
+        if there == 0:
+            # An evaluation ends with its last task, so that one of no tasks would never end.
+            raise EnvError(self.name, f'split "{self.spec.split}" has no tasks; name another, or remove it')
         return min(count for count in (wanted, there) if count is not None)
 
 

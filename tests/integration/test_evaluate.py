@@ -5,6 +5,8 @@ import json
 import sys
 from pathlib import Path
 
+import pytest
+
 CONFIG = """\
 run_dir = "{run_dir}"
 [local]
@@ -22,13 +24,31 @@ id = "builtin::agree"
 """
 
 
-async def run_eval(tmp_path: Path, *options: str) -> tuple[int | None, str, str]:
+EMPTY = """
+[[eval.env]]
+id = "halves:Halves"
+num_examples = 4
+"""
+
+HALVES = """
+from envs.builtin.reverse import Reverse
+
+
+class Halves(Reverse):
+    def tasks(self, split):
+        return super().tasks(split) if split == "train" else []
+"""
+
+
+async def run_eval(
+    tmp_path: Path, *options: str, more: str = "", command: str = "eval"
+) -> tuple[int | None, str, str]:
     config = tmp_path / "eval.toml"
-    config.write_text(CONFIG.format(run_dir=tmp_path / "run"))
+    config.write_text(CONFIG.format(run_dir=tmp_path / "run") + more)
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         *("-c", "import sys; from orchestrator.cli import main; sys.exit(main())"),
-        *("eval", str(config), *options),
+        *(command, str(config), *options),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
     )
@@ -55,3 +75,13 @@ async def test_a_table_is_printed_for_people(tmp_path: Path) -> None:
     assert "builtin::agree" in out
     assert "avg@k" in out
     assert not (tmp_path / "run" / "journal").exists()
+
+
+@pytest.mark.parametrize("command", ["eval", "run"])
+async def test_an_evaluation_without_tasks_is_refused_at_the_start(tmp_path: Path, command: str) -> None:
+    """Nothing waits for an evaluation that cannot end, neither at once nor after the last step of a run."""
+    (tmp_path / "halves.py").write_text(HALVES)
+    ports = ("--http.port", "0", "--trainer.bind", "tcp://127.0.0.1:*")
+    code, _, errors = await run_eval(tmp_path, *ports, "--max_steps", "1", more=EMPTY, command=command)
+    assert code == 3, errors
+    assert 'env "eval-halves:Halves": split "eval" has no tasks; name another, or remove it' in errors
