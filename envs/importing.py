@@ -45,7 +45,8 @@ def import_attribute(reference: str, *, what: str, suggest: Callable[[object], b
     When no attribute has a similar name, the message lists those whose value `suggest` accepts.
     """
     module_name, _, attribute = reference.partition(":")
-    if not module_name or not attribute:
+    # A leading dot is a path or a relative import, and there is nothing that it could be relative to.
+    if not module_name or not attribute or module_name.startswith("."):
         raise ImportReferenceError(f'{what} "{reference}" is not module:attribute')
     module = _import(module_name, f'{what} "{reference}"')
     found: Any = module

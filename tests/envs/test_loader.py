@@ -150,6 +150,7 @@ def test_every_loader_of_the_table_lists_its_environments_or_says_how_to_install
         (f"{HERE}.deeper:Class", {}, "no module tests.envs.test_loader.deeper"),
         (f"{HERE}:Plane", {}, 'has no "Plane"; did you mean "Plain"?'),
         (f"{HERE}:", {}, "is not module:attribute"),
+        ("./spelling:Spelling", {}, "is not module:attribute"),
         (f"{HERE}:HERE", {}, "is a str, not an Environment class"),
         (f"{HERE}:Family", {}, "not a subclass of envs.Environment"),
         (f"{HERE}:Unfinished", {}, "does not define rollout"),
