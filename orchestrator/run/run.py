@@ -264,8 +264,7 @@ class Run:
             # Probes are not waited for either: one comes after the other, and hardly ever with anything.
             available -= parts.mix.probed
             self._form(now, available)
-            if not self.paused:
-                self._evaluate(now)
+            self._evaluate(now)
         more = parts.dispatcher.advance(now, at_most=at_most)
         if self.state is RunState.RUNNING and parts.sink.wanted:
             parts.dispatcher.drop_idle(now)
@@ -356,10 +355,13 @@ class Run:
             self.progressed = now
 
     def _evaluate(self, now: float) -> None:
-        """Start the evaluations that are due."""
+        """Note which evaluations are due, and start them unless the run is paused."""
         versions, evaluations = self.parts.versions, self.parts.evaluations
         last = self.settings.max_steps is not None and versions.trained >= self.settings.max_steps
+        # Also while the run is paused: one that nobody knows to be due does not keep the run from its end.
         evaluations.reached(versions.trained, versions.published, last=last)
+        if self.paused:
+            return
         for evaluation in evaluations.start(
             versions.trained, serving=versions.serving, published=versions.published, now=now
         ):

@@ -134,6 +134,22 @@ def test_evaluations_are_paused_too() -> None:
     assert world.eval_results
 
 
+def test_a_run_that_is_paused_in_its_last_step_does_not_end_without_the_last_evaluation() -> None:
+    """It is due when the step is trained on, and starts when the run goes on."""
+    plan = EvalPlan(env="e", split="eval", num_examples=2, rollouts_per_example=1, interval=100)
+    world = make_world({"a": STEADY, "e": STEADY}, evals=[plan], max_steps=2, train_s=5.0)
+    assert world.play(until=lambda: world.parts.versions.formed == 2), explain(world)
+    assert world.run.acknowledged < 2
+    changed(world.tell({"command": "pause"}))
+    world.play(until=lambda: bool(world.ended))
+    assert world.run.all_acknowledged
+    assert not world.ended
+    assert world.wait(WaitKind.PAUSED) is not None
+    changed(world.tell({"command": "resume"}))
+    assert world.play(until=lambda: bool(world.ended)), explain(world)
+    assert [(result["step"], result["version"]) for result in world.eval_results] == [(0, 0), (2, 2)]
+
+
 def test_a_drained_run_ends_when_its_open_groups_have() -> None:
     """And takes no further command."""
     world = two()
