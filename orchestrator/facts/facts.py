@@ -170,11 +170,7 @@ class Facts:
 
     def rate(self, now: float) -> tuple[float, float]:
         """Rollouts completed and their tokens per second, over the last few seconds."""
-        done = sum(
-            n
-            for (lane, _, outcome, _), n in self.ledger.outcomes.items()
-            if lane is Lane.TRAIN and outcome == "completed"
-        )
+        done = self._completed()
         if now - self._rate[-1][0] > 0.2:
             self._rate.append((now, done, self._tokens))
         while len(self._rate) > 2 and self._rate[0][0] < now - 5:
@@ -182,6 +178,14 @@ class Facts:
         since, before, tokens = self._rate[0]
         took = now - since
         return ((done - before) / took, (self._tokens - tokens) / took) if took > 0 else (0.0, 0.0)
+
+    def _completed(self) -> int:
+        """Rollouts for training that completed, in earlier processes too."""
+        return sum(
+            n
+            for (lane, _, outcome, _), n in self.ledger.outcomes.items()
+            if lane is Lane.TRAIN and outcome == "completed"
+        )
 
     def seconds_left(self, steps: int) -> float | None:
         """What so many further steps will take, judged by the last ones; None while nothing is known."""
@@ -260,5 +264,6 @@ class Facts:
 
     def begin(self, now: float) -> None:
         """The run starts: what is restored is restored, and the first step's time begins."""
+        self._rate = deque([(now, self._completed(), self._tokens)])
         self._turns.begin(now)
         self._interval.begin({name: facts.dropped for name, facts in self.envs.items()}, now)

@@ -98,6 +98,16 @@ def test_the_rate_is_that_of_completed_training_rollouts() -> None:
     assert told.failures() == {"a: x": 10}
 
 
+def test_what_earlier_processes_completed_is_not_in_the_rate() -> None:
+    """The ledger goes on from their counts, which took no time of this process."""
+    told = facts()
+    told.ledger.load_state_dict({"outcomes": [["train", "a", "completed", "", 1000]]})
+    told.begin(10.0)
+    told.ledger.start(Lane.TRAIN, "a", 20)
+    told.ledger.end(Lane.TRAIN, "a", 20, Outcome.COMPLETED)
+    assert told.rate(12.0) == pytest.approx((10.0, 0.0))
+
+
 def test_a_failure_is_remembered_with_what_it_said() -> None:
     """The last of each kind, in one line of bounded length; the env's own last one too."""
     told = facts()
