@@ -9,6 +9,7 @@ import asyncio
 import heapq
 import json
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -24,6 +25,8 @@ FILE = "metrics.jsonl"
 POLL_S = 1.0
 RETRY_S = 30.0
 """After a failure everything is read and written anew."""
+_STARTS = {kind: f'{{"kind": "{kind}",'.encode() for kind in ("step", "eval")}
+"""What a line of each kind begins with."""
 CLOSE_S = 5.0
 """How long the end of a run waits for the last lines."""
 
@@ -78,8 +81,8 @@ class MetricsFile:
         self._listeners = listeners
         self._poll_s = poll_s
         self._retry_s = retry_s
-        self._told: int | None = None
-        """Lines that listeners have had, from this process or an earlier one; None until that was looked up."""
+        self._told: Counter[str] | None = None
+        """Lines of each kind that listeners have had, from this process or an earlier one; None until that was looked up."""
         self._failing = False
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="metrics-file", daemon=True)
@@ -120,18 +123,22 @@ class MetricsFile:
         if self._failing:
             self._failing = False
             log.info("metrics_file.goes_on", path=str(self._path))
-        self._tell(lines[self._told :])
-        self._told = len(lines)
+        self._tell(_behind(lines, self._told))
+        self._told = _kinds(lines)
         while not self._over.wait(self._poll_s):
             self._append(follower.read())
         self._append(follower.read())
 
-    def _count(self) -> int:
-        """Lines that an earlier process wrote whole."""
+    def _count(self) -> Counter[str]:
+        """Lines of each kind that an earlier process wrote whole."""
         try:
-            return self._path.read_bytes().count(b"\n")
+            written = self._path.read_bytes().splitlines(keepends=True)
         except FileNotFoundError:
-            return 0
+            return Counter()
+        whole = [line for line in written if line.endswith(b"\n")]
+        return Counter(
+            {kind: sum(line.startswith(start) for line in whole) for kind, start in _STARTS.items()}
+        )
 
     def _rewrite(self, lines: Sequence[Line]) -> None:
         draft = self._path.with_suffix(".tmp")
@@ -143,12 +150,31 @@ class MetricsFile:
             with self._path.open("a", encoding="utf-8") as file:
                 file.write("".join(map(_text, lines)))
             self._tell(lines)
-            self._told = (self._told or 0) + len(lines)
+            self._told = (self._told or Counter()) + _kinds(lines)
 
     def _tell(self, lines: Sequence[Line]) -> None:
         for line in lines:
             for listener in self._listeners:
                 listener(line)
+
+
+def _kinds(lines: Sequence[Line]) -> Counter[str]:
+    return Counter(line["kind"] for line in lines)
+
+
+def _behind(lines: Sequence[Line], told: Counter[str]) -> list[Line]:
+    """Lines behind the first so many of each kind.
+
+    Steps keep their order, and so do evaluations. How they stand among each other may change: a step and an evaluation that end
+    together are read one after the other, and the clock may be set back.
+    """
+    seen: Counter[str] = Counter()
+    behind = []
+    for line in lines:
+        seen[line["kind"]] += 1
+        if seen[line["kind"]] > told[line["kind"]]:
+            behind.append(line)
+    return behind
 
 
 def _ended_at(line: Line) -> float:

@@ -10,8 +10,8 @@ import pytest
 from orchestrator.dispatch.ledger import Ledger
 from orchestrator.dispatch.versions import Versions
 from orchestrator.facts import Facts
-from orchestrator.journal import Journal
-from orchestrator.service.metrics_file import MetricsFile
+from orchestrator.journal import Journal, JournalReader
+from orchestrator.service.metrics_file import Follower, MetricsFile
 from tests.support.journal_groups import make_batch
 from tests.support.journal_opening import open_journal
 from tests.support.waiting import until
@@ -169,3 +169,61 @@ async def test_steps_stay_in_their_order_when_the_clock_is_set_back(
         async with MetricsFile(tmp_path, poll_s=0.01):
             pass
     assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3]
+
+
+async def test_a_later_process_tells_what_is_new_also_when_the_clock_was_set_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An evaluation then stands before a step that was told already; each of them is told once."""
+    now = [1000.0]
+    monkeypatch.setattr("orchestrator.journal.store.time.time", lambda: now[0])
+    told: list[tuple[str, int]] = []
+    following = [
+        MetricsFile(tmp_path, [lambda line: told.append((line["kind"], line["step"]))]) for _ in "12"
+    ]
+    async with open_journal(tmp_path) as journal:
+        await form(journal, 1)
+        journal.record_acknowledged(1)
+        await journal.flush()
+        async with following[0]:
+            pass
+        now[0] = 400.0
+        journal.record_eval({"env": "math", "step": 1, "version": 1})
+        await journal.flush()
+        async with following[1]:
+            pass
+    assert told == [("step", 1), ("eval", 1)]
+
+
+async def test_a_later_process_tells_a_step_that_an_earlier_one_saw_too_late(tmp_path: Path) -> None:
+    """A step and an evaluation ended between two reads: a process that died then had told the later of them alone."""
+    async with open_journal(tmp_path) as journal:
+        await form(journal, 1)
+        await journal.flush()
+        loop = asyncio.get_running_loop()
+
+        async def end() -> None:
+            journal.record_acknowledged(1)
+            await journal.flush()
+            journal.record_eval({"env": "math", "step": 1, "version": 1})
+            await journal.flush()
+
+        class Slow(JournalReader):
+            """Both end when it has looked for steps, and not yet for evaluations."""
+
+            def evals(self, *, since: int = 0, last: int | None = None) -> list[dict[str, Any]]:
+                asyncio.run_coroutine_threadsafe(end(), loop).result(30.0)
+                return super().evals(since=since, last=last)
+
+        def read() -> list[dict[str, Any]]:
+            with Slow(tmp_path) as reader:
+                return Follower(reader).read()
+
+        [line] = await asyncio.to_thread(read)
+        assert line["kind"] == "eval"
+        (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+        told: list[str] = []
+        async with MetricsFile(tmp_path, [lambda line: told.append(line["kind"])]):
+            pass
+    assert told == ["step"]
+    assert [line["kind"] for line in lines(tmp_path)] == ["step", "eval"]
