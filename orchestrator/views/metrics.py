@@ -10,7 +10,7 @@ from functools import lru_cache
 
 from orchestrator.dispatch.ledger import Ledger
 from orchestrator.facts import Status
-from orchestrator.views.families import FAMILIES, Family, Sample
+from orchestrator.views.families import FAMILIES, Family, Labels, Sample
 
 _IN_LABELS = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n"})
 _IN_HELP = str.maketrans({"\\": "\\\\", "\n": "\\n"})
@@ -35,16 +35,16 @@ def _lines(family: Family, samples: Iterable[Sample]) -> Iterator[str]:
     for values, value in samples:
         if value is None:
             continue
-        labels = ",".join(
-            [f'{label}="{_escaped(text)}"' for label, text in zip(family.labels, values, strict=True)]
-        )
-        yield f"{name}{{{labels}}} {_number(value)}\n" if labels else f"{name} {_number(value)}\n"
+        yield f"{_series(name, family.labels, values)} {_number(value)}\n"
 
 
-@lru_cache(maxsize=8192)
-def _escaped(text: str) -> str:
-    """The same names come with every scrape."""
-    return text.translate(_IN_LABELS)
+@lru_cache(maxsize=65_536)
+def _series(name: str, labels: Labels, values: Labels) -> str:
+    """The name of a series with its labels; the same ones come with every scrape."""
+    if not labels:
+        return name
+    told = [f'{label}="{text.translate(_IN_LABELS)}"' for label, text in zip(labels, values, strict=True)]
+    return f"{name}{{{','.join(told)}}}"
 
 
 def _number(value: float) -> str:
