@@ -89,7 +89,7 @@ def resume(
     parts.versions.load_state_dict(weights.state, formed=recovered.last_step, trained=trained)
     run.acknowledged = recovered.last_acknowledged
     run.weights.path, run.weights.loaded_path = weights.path, weights.loaded_path
-    parts.eval_sink.results = [{key: row[key] for key in row if key != "at"} for row in evals]
+    parts.eval_sink.load({key: row[key] for key in row if key != "at"} for row in evals)
     if recovered.empty:
         return
     _restore(run, recovered.state)

@@ -80,7 +80,7 @@ def build_status(
             EndpointStatus(shown_url(e.url), e.healthy, e.inflight, e.version, e.error, e.source)
             for e in parts.pool.endpoints
         ],
-        evals=parts.eval_sink.results[-20:],
+        evals=parts.eval_sink.recent(),
         staleness=facts.staleness_numbers(),
         refused=run.weights.refused,
         notes=[*notes, *(f'tracker "{t.name}": {t.error} ({t.lost} lost)' for t in trackers if t.error)],

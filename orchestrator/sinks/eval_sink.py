@@ -6,6 +6,8 @@ solves the task (reward ≥ 1 counts as solved), each with its standard error ov
 """
 
 import math
+from collections import deque
+from collections.abc import Iterable
 from typing import Any
 
 from orchestrator.dispatch.work import PendingGroup
@@ -14,6 +16,9 @@ from orchestrator.tasks.evaluations import Evaluation, Evaluations
 SOLVED = 1.0 - 1e-6
 """A reward of at least this counts as a solved task."""
 
+RECENT, RECENT_OF_ENV = 20, 2
+"""Results that the status shows: the last ones, and of each env the last and the one before it, however many envs there are."""
+
 
 class EvalSink:
     """Gathers what the attempts at evaluation tasks brought."""
@@ -21,6 +26,20 @@ class EvalSink:
     def __init__(self, evaluations: Evaluations) -> None:
         self._evaluations = evaluations
         self.results: list[dict[str, Any]] = []
+        self._last: dict[str, deque[int]] = {}
+        """Where the last results of each env stand."""
+
+    def load(self, results: Iterable[dict[str, Any]]) -> None:
+        """Results of earlier processes of the run."""
+        for result in results:
+            self._add(result)
+
+    def recent(self) -> list[dict[str, Any]]:
+        """The results that the status shows, oldest first."""
+        last = range(max(0, len(self.results) - RECENT), len(self.results))
+        return [
+            self.results[place] for place in sorted({*last, *(n for of in self._last.values() for n in of)})
+        ]
 
     def completed(self, group: PendingGroup, now: float) -> dict[str, Any] | None:
         """A task's attempts ended; the evaluation's record when that was the last one."""
@@ -36,8 +55,12 @@ class EvalSink:
             return None
         self._evaluations.ended(evaluation)
         result = summarise(evaluation, now)
-        self.results.append(result)
+        self._add(result)
         return result
+
+    def _add(self, result: dict[str, Any]) -> None:
+        self._last.setdefault(result["env"], deque(maxlen=RECENT_OF_ENV)).append(len(self.results))
+        self.results.append(result)
 
 
 def summarise(evaluation: Evaluation, now: float) -> dict[str, Any]:

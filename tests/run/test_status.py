@@ -52,6 +52,22 @@ def test_a_waived_minimum_is_shown_with_its_reason() -> None:
     assert status.minimums_waived == 1
 
 
+def test_the_last_evaluation_of_every_env_is_shown_however_many_there_are() -> None:
+    """Also those of an earlier process; a score that left the status would be missing in the metrics."""
+    names = [f"e{number}" for number in range(30)]
+    plans = [
+        EvalPlan(env=name, split="eval", num_examples=1, rollouts_per_example=1, interval=2) for name in names
+    ]
+    world = make_world({"a": Behaviour(), **dict.fromkeys(names, Behaviour())}, evals=plans, max_steps=4)
+    assert world.play(until=lambda: bool(world.ended))
+    world.kill()
+    shown = build_status(world.run, world.now).evals
+    assert [(result["env"], result["step"]) for result in shown] == [
+        (result["env"], result["step"]) for result in world.eval_results if result["step"] in (2, 4)
+    ]
+    assert {result["env"] for result in shown} == set(names)
+
+
 def test_a_diagnosis_names_the_oldest_rollout() -> None:
     """With how long it has been under way."""
     world = quiet()
