@@ -420,7 +420,7 @@ class JournalStore:
                 self._changed[oldest] -= new.bytes
                 self._changed[new.segment] += new.bytes
             self.commit(sync=True)
-        except (OSError, sqlite3.Error, DamagedPayloadError):
+        except BaseException:
             self.rollback()
             raise
         self._give_back()

@@ -15,7 +15,6 @@ from collections.abc import Callable
 from typing import Any
 
 from orchestrator.errors import JournalError
-from orchestrator.journal.payloads import DamagedPayloadError
 from orchestrator.journal.store import JournalStore
 
 Apply = Callable[[JournalStore], None]
@@ -134,7 +133,7 @@ class JournalWriter:
             return self._undo(error)
         try:
             self._store.tidy()
-        except (sqlite3.Error, OSError, DamagedPayloadError) as error:
+        except Exception as error:  # noqa: BLE001  as above
             # What was recorded is committed, so its callbacks still run.
             self._fail(explain(error))
         return None
@@ -185,5 +184,5 @@ def _call_all(callbacks: list[Callable[[], None]]) -> None:
 def explain(error: Exception) -> JournalError:
     """What a person is told, whatever could not be done."""
     return JournalError(
-        f"the journal cannot be written: {error}; free space or make run_dir writable, then run the same command again"
+        f"the journal cannot be written: {str(error) or repr(error)}; free space or make run_dir writable, then run the same command again"
     )

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from orchestrator.errors import JournalError
 from orchestrator.groups.group import Batch, Group
 from orchestrator.journal import journal as journals
 from orchestrator.journal import store as stores
@@ -284,6 +285,41 @@ async def test_a_payload_file_that_cannot_be_begun_is_not_written_to_afterwards(
     assert [os.fstat(other.fileno()).st_size for other in others] == [0] * 5
     for other in others:
         other.close()
+    with JournalReader(tmp_path) as reader:
+        assert reader.states() == {"mix": {"step": 12}}
+        assert len(reader.recover().groups) == 12
+
+
+async def test_a_move_that_fails_by_whatever_it_is_ends_the_run_and_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The move is undone; what comes after it is recorded when the journal is closed."""
+    monkeypatch.setattr(journals, "SEGMENT_BYTES", SEGMENT_BYTES)
+    store = open_store(tmp_path, segment_bytes=SEGMENT_BYTES, keep_batches=0)
+    for step in range(1, 13):
+        batch = make_batch(step, 8)
+        store.begin(sync=True)
+        for group in [make_group(1000 + step), *batch.groups]:
+            store.add_group(group)
+        store.add_batch(batch, None, {})
+        store.acknowledge(step)
+        store.commit(sync=True)
+    store.close()
+
+    def exhaust(*_: Any) -> int:
+        raise MemoryError
+
+    failed = asyncio.Event()
+    journal = open_journal(tmp_path, on_error=lambda error: failed.set())
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", exhaust)
+        # What is left in old files is about to be moved together.
+        journal.record_task("math", 2000, "equal_rewards")
+        await failed.wait()
+    with pytest.raises(JournalError, match="MemoryError"):
+        await journal.flush()
+    journal.record_states({"mix": {"step": 12}})
+    await journal.aclose()
     with JournalReader(tmp_path) as reader:
         assert reader.states() == {"mix": {"step": 12}}
         assert len(reader.recover().groups) == 12

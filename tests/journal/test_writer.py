@@ -22,6 +22,7 @@ class CountingStore:
         self.may_commit = threading.Event()
         self.may_commit.set()
         self.failure: Exception | None = None
+        self.tidying_failure: Exception | None = None
 
     def begin(self, *, sync: bool) -> None:
         self.applied = []
@@ -36,7 +37,8 @@ class CountingStore:
         self.applied = []
 
     def tidy(self) -> None:
-        """Nothing to do."""
+        if self.tidying_failure is not None:
+            raise self.tidying_failure
 
 
 class CountingLoop:
@@ -169,3 +171,18 @@ async def test_a_record_that_cannot_be_applied_reaches_the_event_loop_too() -> N
     assert "cannot be written" in str(errors[0])
     with pytest.raises(JournalError):
         await asyncio.to_thread(writer.close)
+
+
+async def test_whatever_fails_after_a_commit_reaches_the_event_loop_and_undoes_nothing() -> None:
+    """What was committed is told, and what comes later is written when the journal is closed."""
+    store = CountingStore()
+    writer, errors = make_writer(store)
+    store.tidying_failure = MemoryError()
+    durable = asyncio.Event()
+    writer.add(mark("a"), 10, durable.set)
+    await durable.wait()
+    assert "MemoryError" in str(errors[0])
+    writer.add(mark("b"), 10)
+    await asyncio.to_thread(writer.close)
+    assert [names for names, _ in store.commits] == [["a"], ["b"]]
+    assert len(errors) == 1
