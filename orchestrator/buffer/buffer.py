@@ -107,7 +107,7 @@ class BatchBuffer(Generic[T]):
         self._due: dict[int, Mapping[str, float]] = {}
         self._shares: Mapping[str, float] | None = None
         self.revision = 0
-        """Counts every change of what is queued, or of whose minimum holds."""
+        """Counts every change of what is queued, of whose minimum holds, or of who has a share."""
         for env in self._known or ():
             self._env(env)
         for env, count in minimum_counts(minimums or {}, self.batch_size).items():
@@ -270,7 +270,10 @@ class BatchBuffer(Generic[T]):
 
     def _note_shares(self, targets: Mapping[str, float]) -> None:
         for env, target in targets.items():
-            self._env(env).has_share = target > 0
+            queue = self._env(env)
+            if queue.has_share != (target > 0):
+                queue.has_share = target > 0
+                self._changed()
 
     def explain(self) -> str:
         """In one sentence, why there is no batch now, or that there is one."""

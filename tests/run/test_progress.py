@@ -302,6 +302,15 @@ NAMED = {
         max_inflight=16,
         commands=((4.0, {"command": "ratio", "envs": {"e1": 0.0}}),),
     ),
+    "a ratio set to nothing by hand, while the rate of that env keeps it from completing the batch": Scenario(
+        envs=(Env(group_size=3, sequences=(1, 2)), Env(group_size=1, rollouts_per_minute=0.5)),
+        batch_size=16,
+        mix="oldest",
+        on_stuck="wait",
+        max_buffered=1.0,
+        max_inflight=16,
+        commands=((60.0, {"command": "ratio", "envs": {"e1": 0.0}}),),
+    ),
     "servers that die and endpoints that go": Scenario(
         envs=(Env(), Env(minimum=0.25)),
         servers=2,
