@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping
 
 from orchestrator.dispatch.ledger import Lane, Ledger
 from orchestrator.dispatch.limits import TokenBucket
-from orchestrator.dispatch.pace import Pace
+from orchestrator.dispatch.pace import Pace, Room
 from orchestrator.dispatch.ports import EnvRules, Queue
 from orchestrator.dispatch.waits import Wait, WaitKind
 
@@ -171,7 +171,14 @@ class Admission:
         room = self._pace.room(self._queue.queued_by_version(), self._queue.minimums(), self._queue.reserved)
         full = sum(self._queue.queued().values()) >= self._bound
         queue = Wait(WaitKind.QUEUE, "the trainer (the queue is full, batch.max_buffered)") if full else None
-        return {name: queue if room.admits(name, self._size(name)) else TOO_OLD for name in self._train}
+        return {name: queue if self._fits(name, room) else TOO_OLD for name in self._train}
+
+    def _fits(self, name: str, room: Room) -> bool:
+        """Whether there is room for a group of an env: for as much as it may have, where there ever is room for that."""
+        expected, size = self._queue.expected(name), self._size(name)
+        return room.admits(name, expected) or (
+            size < expected and room.admits(name, size) and not room.could_admit(name, expected)
+        )
 
     def _size(self, name: str) -> int:
         """What a group of an env is taken to add. One at a time counts as little as may be while nothing is known of the env:

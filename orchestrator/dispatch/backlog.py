@@ -101,6 +101,10 @@ class Backlog:
         more = self._need(env, size, left, reserved) - self._need(env, 0, left, reserved)
         return self._needs + more <= left * self._batch
 
+    def emptied(self) -> "Backlog":
+        """The same batches, and no work."""
+        return Backlog(left=self._left, batch=self._batch, minimums=self._minimums)
+
     def _need(self, env: str, more: int, left: int, reserved: Mapping[str, int]) -> int:
         """What an env's work and its minimums take of the batches left, with so much more of it."""
         own = left * self._minimums.get(env, 0)

@@ -47,6 +47,12 @@ class Room:
             return size <= self._spare
         return self._backlog is not None and self._backlog.admits(env, size, self._serving, self._reserved)
 
+    def could_admit(self, env: str, size: int) -> bool:
+        """The same, if nothing were under way."""
+        return self._backlog is None or self._backlog.emptied().admits(
+            env, size, self._serving, self._reserved
+        )
+
 
 class Pace:
     """Counts what is in flight, and says what may start and which batches may be formed."""

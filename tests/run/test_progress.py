@@ -103,6 +103,18 @@ THROWN_AWAY = {
         capacity=8,
         train_s=0.1,
     ),
+    "first groups of four sequences per rollout, beside minimums": Scenario(
+        envs=(
+            Env(group_size=8, minimum=0.2, spread=0.0, loss=0.05, sequences=(2, 4), group_scored=True),
+            Env(group_size=2, minimum=0.25, spread=0.0, sequences=(4,), group_scored=True),
+            Env(group_size=3, ratio=3.0, sequences=(4,)),
+        ),
+        batch_size=64,
+        max_versions=3,
+        max_inflight=200,
+        train_s=20.0,
+        seed=130,
+    ),
     "quotas that wait, with rollouts of one to four sequences": Scenario(
         envs=(
             Env(group_size=8, latency=8.0, spread=0.0, sequences=(1, 2, 3, 4)),
