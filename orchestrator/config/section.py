@@ -1,5 +1,6 @@
 """What every table of a configuration file is: closed, unchangeable, and strict about numbers."""
 
+from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
@@ -18,20 +19,26 @@ Entries = Annotated[
 
 
 class Truthless(BaseModel):
-    """Takes no true or false where a number is meant; to Python they are 1 and 0."""
+    """Takes no true or false where a number is meant, and no empty text where a path is; to Python they are 1, 0 and the working directory."""
 
     @field_validator("*", mode="before")
     @classmethod
-    def _no_truth_as_number(cls, value: Any, info: ValidationInfo) -> Any:
+    def _refuse_lookalikes(cls, value: Any, info: ValidationInfo) -> Any:
         field = cls.model_fields[info.field_name] if info.field_name else None
         if isinstance(value, bool) and field is not None and _is_number(field.annotation):
             raise PydanticCustomError("not_a_number", "Input should be a number")
+        if isinstance(value, str) and not value and field is not None and _is_path(field.annotation):
+            raise PydanticCustomError("no_path", 'Is empty; a path is meant ("." is the working directory)')
         return value
 
 
 def _is_number(annotation: Any) -> bool:
     parts = (annotation, *getattr(annotation, "__args__", ()))
     return bool not in parts and (int in parts or float in parts or any(map(_is_number, parts[1:])))
+
+
+def _is_path(annotation: Any) -> bool:
+    return annotation is Path or Path in getattr(annotation, "__args__", ())
 
 
 class Section(Truthless):

@@ -99,6 +99,23 @@ def test_a_flag_wins_over_a_variable_in_the_message_too(path: Path, monkeypatch:
     assert line.endswith("(set by --batch.size)")
 
 
+def test_an_empty_path_is_not_the_working_directory(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is left of a shell variable that is not set is refused, wherever it stands; "." is taken."""
+    path.write_text(f'run_dir = ""\n{BASE}')
+    (line,) = refusal(path)
+    assert line.startswith("run_dir: is empty")
+    path.write_text(BASE)
+    for flag in ("run_dir", "trainer.directory"):
+        (line,) = refusal(path, f"--{flag}", "")
+        assert line.startswith(f"{flag}: is empty")
+        assert line.endswith(f"(set by --{flag})")
+    monkeypatch.setenv("ORCHESTRATOR__RUN_DIR", "")
+    (line,) = refusal(path)
+    assert line.endswith("(set by ORCHESTRATOR__RUN_DIR)")
+    monkeypatch.setenv("ORCHESTRATOR__RUN_DIR", ".")
+    assert load_config(path).run_dir == Path()
+
+
 @pytest.mark.parametrize("table", ["train", "eval"])
 def test_one_bracket_where_two_are_meant(path: Path, table: str) -> None:
     """A single table is not a list of them."""
