@@ -15,6 +15,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from itertools import islice
 from typing import TypeVar
 
 import structlog
@@ -202,10 +203,10 @@ class Responder:
         if tasks is None:
             with seeded(self._seed, split):
                 tasks = self._environment.tasks(split)
-            if not hasattr(tasks, "__getitem__"):
+            if not hasattr(tasks, "__getitem__") or _is_by_name(tasks):
                 raise EnvironmentLoadError(
                     f'"{self._env}": tasks("{split}") ({place_of(self._environment.tasks)}) returned '
-                    f"a {type(tasks).__name__}; return a list of tasks, or anything that has them by index"
+                    f"a {type(tasks).__name__}{_names_in(tasks)}; return a list of tasks, or anything that has them by index"
                 )
             self._splits[split] = tasks
         return tasks
@@ -313,6 +314,21 @@ def _finite(value: object, what: str) -> float:
         if fits_float32(number):
             return number
     raise InvalidRolloutError(f"{what} must be a finite number, got {value!r}"[:_MESSAGE_CHARS])
+
+
+def _is_by_name(tasks: Tasks) -> bool:
+    """Whether it is a dict of something else than tasks by index, such as one of datasets by split."""
+    return (
+        isinstance(tasks, dict) and bool(tasks) and 0 not in tasks and not hasattr(type(tasks), "__missing__")
+    )
+
+
+def _names_in(tasks: object) -> str:
+    """The first keys of a dict, for an error."""
+    if not isinstance(tasks, dict):
+        return ""
+    names = ", ".join(repr(key)[:40] for key in islice(tasks, 5))
+    return f" with the keys {names}{', …' if len(tasks) > 5 else ''}"
 
 
 def _length(tasks: Tasks) -> int | None:

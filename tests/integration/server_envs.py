@@ -143,6 +143,20 @@ class Generated(Quick):
         yield {}
 
 
+class BySplit(Quick):
+    """Has a dict of datasets where the tasks of one split are meant."""
+
+    def tasks(self, split: str) -> Any:
+        return {"train": [{}], "test": [{}]}
+
+
+class ByIndex(Quick):
+    """Has its tasks in a dict, by index."""
+
+    def tasks(self, split: str) -> Any:
+        return {0: {}, 1: {}}
+
+
 class Clinging(Quick):
     """Ignores SIGTERM, as code of others may."""
 

@@ -352,6 +352,7 @@ async def test_a_server_that_never_becomes_ready_is_an_error_with_its_log(tmp_pa
         ("BreaksOnSetup", "sandbox does not answer"),
         ("Absent", 'has no "Absent"'),
         ("Generated", "returned a generator; return a list of tasks"),
+        ("BySplit", "returned a dict with the keys 'train', 'test'; return a list of tasks"),
     ],
 )
 async def test_an_environment_that_does_not_load_says_why_at_once(
@@ -361,6 +362,12 @@ async def test_an_environment_that_does_not_load_says_why_at_once(
     with pytest.raises(EnvStartupError, match=f"(?s)exited with code 3.*{words}"):
         async with Env(spec(tmp_path, environment)):
             pass
+
+
+async def test_tasks_may_be_a_dict_by_index(tmp_path: Path) -> None:
+    """What is a dict is taken for what it holds."""
+    async with Env(spec(tmp_path, "ByIndex")) as env:
+        assert env.num_tasks == 2
 
 
 async def test_a_breakpoint_fails_with_the_advice_to_use_env_try(tmp_path: Path) -> None:
