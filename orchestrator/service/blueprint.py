@@ -262,6 +262,11 @@ def build_targets(
     config: Config, envs: TrainEnvs, ratios: Mapping[str, float] | None = None
 ) -> dict[str, float]:
     """Each env's share of the mix, some with other ratios than configured; the environments must be connected."""
+    for env in envs.values():
+        if env.num_tasks == 0:
+            raise ConfigError(
+                f'env "{env.name}": split "{env.spec.split}" has no tasks; name another, or remove the env'
+            )
     shares = [
         EnvShare(
             name=env.name,

@@ -23,6 +23,11 @@ id = "builtin::reverse"
 id = "builtin::agree"
 """
 
+LOCAL = """\
+run_dir = "{run_dir}"
+[local]
+"""
+
 
 EMPTY = """
 [[eval.env]]
@@ -41,10 +46,10 @@ class Halves(Reverse):
 
 
 async def run_eval(
-    tmp_path: Path, *options: str, more: str = "", command: str = "eval"
+    tmp_path: Path, *options: str, more: str = "", command: str = "eval", base: str = CONFIG
 ) -> tuple[int | None, str, str]:
     config = tmp_path / "eval.toml"
-    config.write_text(CONFIG.format(run_dir=tmp_path / "run") + more)
+    config.write_text(base.format(run_dir=tmp_path / "run") + more)
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         *("-c", "import sys; from orchestrator.cli import main; sys.exit(main())"),
@@ -85,3 +90,14 @@ async def test_an_evaluation_without_tasks_is_refused_at_the_start(tmp_path: Pat
     code, _, errors = await run_eval(tmp_path, *ports, "--max_steps", "1", more=EMPTY, command=command)
     assert code == 3, errors
     assert 'env "eval-halves:Halves": split "eval" has no tasks; name another, or remove it' in errors
+
+
+@pytest.mark.parametrize("ratio", ["", "ratio = 1.0\n"])
+async def test_training_without_tasks_is_refused_with_the_split(tmp_path: Path, ratio: str) -> None:
+    """Whether its weight comes from a ratio or from the number of its tasks."""
+    (tmp_path / "halves.py").write_text(HALVES)
+    ports = ("--http.port", "0", "--trainer.bind", "tcp://127.0.0.1:*")
+    more = f'[[train.env]]\nid = "halves:Halves@eval"\n{ratio}'
+    code, _, errors = await run_eval(tmp_path, *ports, more=more, command="run", base=LOCAL)
+    assert code == 2, errors
+    assert 'env "halves:Halves@eval": split "eval" has no tasks; name another, or remove the env' in errors
