@@ -18,7 +18,8 @@ from tests.browser.chromium import PROGRAM, Browser, Tab
 from tests.integration.env_servers import ROOT
 from tests.integration.service_fixture import Command
 from tests.support.env_specs import kept_by
-from tests.support.recorded_run import HOSTILE, write_run
+from tests.support.recorded_run import HOSTILE, write_journal, write_run
+from tests.support.step_records import step_record
 
 pytestmark = [
     pytest.mark.browser,
@@ -146,6 +147,23 @@ async def test_nothing_is_cut(browser: Browser, tmp_path: Path, width: int, dark
         await sees_no_trouble(tab)
         for folder in filter(None, [os.environ.get("SCREENSHOTS")]):
             await tab.screenshot(Path(folder) / f"rollouts-{width}-{'dark' if dark else 'light'}.png")
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+async def test_an_env_with_a_long_name_can_be_told_from_others(
+    browser: Browser, tmp_path: Path, width: int
+) -> None:
+    """Its cell ends where it ends, and shows the beginning of the name; the whole of it is what the button says when pointed at."""
+    name = "package_of_environments.mathematics.grade_school:GradeSchool"
+    run_dir = tmp_path / "run"
+    write_journal(run_dir, [step_record(step, envs=(name, "code")) for step in range(1, 4)])
+    async with viewing(run_dir) as address, browser.tab(width=width) as tab:
+        await tab.open(address)
+        button = f"document.querySelector('td.name button[data-key=\"{name}\"]')"
+        await tab.until(f"Boolean({button})")
+        assert name in await tab.js(f"{button}.title")
+        edges = "(() => {{ const cell = {0}.closest('td').getBoundingClientRect(), own = {0}.getBoundingClientRect(); return own.right <= cell.right; }})()"
+        assert await tab.js(edges.format(button))
 
 
 async def test_the_theme_is_chosen_and_remembered(browser: Browser, tmp_path: Path) -> None:

@@ -119,7 +119,7 @@ function envTable(run, act) {
   const failed = (env) => env.failed ?? 0;
   const why = (counts) => Object.entries(counts || {}).filter(([, n]) => n).sort((a, b) => b[1] - a[1]).map(([name, n]) => `${name} ${number(n)}`).join(", ");
   return table([
-    { name: "environment", left: true, cls: "name", cell: (env) => [h("span.swatch", { class: `swatch ${env.color}` }), h("button.link", { type: "button", "data-key": env.name, title: "show its rollouts", click: () => openRollouts({ env: env.name }) }, env.name)] },
+    { name: "environment", left: true, cls: "name", cell: (env) => [h("span.swatch", { class: `swatch ${env.color}` }), h("button.link", { type: "button", "data-key": env.name, title: `${env.name}: show its rollouts`, click: () => openRollouts({ env: env.name }) }, env.name)] },
     rows.some((env) => env.domain !== env.name) && { name: "domain", left: true, cell: (env) => (env.domain === env.name ? "" : env.domain) },
     { name: "reward", cell: (env) => [number(env.reward), h("span.dim", null, ` from ${number(env.first_reward)}`)] },
     { name: "delivered / target", cell: (env) => [`${percent(env.actual)} / ${percent(env.target)}`, meter(env.actual, env.target, env.color)] },
