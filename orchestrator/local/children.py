@@ -41,6 +41,11 @@ class LocalChildren:
         """Whether a policy server was started."""
         return self._server is not None
 
+    @property
+    def has_trainer(self) -> bool:
+        """Whether the reference trainer was started."""
+        return self._trainer is not None
+
     def start_server(self, *, model: str, seed: int, latency_s: float) -> str:
         """Start the policy server; returns its base URL. It brings its weights up to date like any other engine."""
         self._port = reserve_port()

@@ -11,7 +11,7 @@ from typing import Any
 
 import structlog
 
-from orchestrator.errors import StalledError
+from orchestrator.errors import InferenceError, StalledError
 from orchestrator.run.waits import end_by_failing
 
 log = structlog.get_logger()
@@ -94,6 +94,7 @@ class Watchdog:
         progressed_at: Callable[[], float],
         starved: Callable[[], bool],
         all_failing_s: Callable[[], float],
+        bereft: Callable[[], str],
         diagnose: Callable[[], dict[str, Any]],
         clock: Callable[[], float],
     ) -> None:
@@ -102,6 +103,7 @@ class Watchdog:
         self._progressed_at = progressed_at
         self._starved = starved
         self._all_failing_s = all_failing_s
+        self._bereft = bereft
         self._diagnose = diagnose
         self._clock = clock
         self._reported = -1.0
@@ -109,7 +111,7 @@ class Watchdog:
         self._told: dict[tuple[str, ...], float] = {}
 
     async def run(self) -> None:
-        """Watch until cancelled; StalledError when the run is to end."""
+        """Watch until cancelled; StalledError when the run is to end, InferenceError where it has no weights and none will come."""
         while True:
             pause_s = self.look()
             await asyncio.sleep(pause_s)
@@ -121,6 +123,9 @@ class Watchdog:
         why = end_by_failing(failing, self._timeout_s, lambda: self._diagnose()["failures_told"])
         if why:
             raise StalledError(why)
+        # Not at once, so that there is time to put a folder back.
+        if idle >= WAITING_S and (why := self._bereft()):
+            raise InferenceError(why)
         if idle >= self._timeout_s and since != self._reported:
             self._reported = since
             facts = self._diagnose()

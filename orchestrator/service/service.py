@@ -98,6 +98,7 @@ class Service:
             # A paused run stands still because somebody wants it to.
             progressed_at=lambda: clock() if run.paused else run.progressed,
             all_failing_s=lambda: failing_for(run, clock()),
+            bereft=self._bereft,
             diagnose=lambda: diagnose(run, clock()),
             clock=clock,
         )
@@ -187,6 +188,16 @@ class Service:
         write_json(self.config.run_dir / "summary.json", summary)
         log.info("run.finished", end=end, steps=summary["steps"], reward=summary["last_reward"])
         return summary
+
+    def _bereft(self) -> str:
+        """Why no weights will come: those of the run are gone, and the reference trainer has no batch to make others from; empty otherwise."""
+        versions, missing = self.run.parts.versions, self.pool.missing_weights
+        if not missing or not self.children.has_trainer or versions.formed > versions.trained:
+            return ""
+        return (
+            f"{missing}; the reference trainer has no batch to make others from. Put the folder back, set the run back to a "
+            "step whose weights are there (--rewind-to STEP), or start over (--fresh)"
+        )
 
     async def _watch_versions(self) -> None:
         """Versions that the trainer leaves in a directory instead of publishing them over the link."""

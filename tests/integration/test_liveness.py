@@ -207,6 +207,20 @@ async def test_a_run_whose_checkpoint_is_gone_says_so_and_goes_on_when_it_is_bac
     assert str(there) in experiment.events("weights.missing")[0]["error"]
 
 
+@pytest.mark.slow
+async def test_a_run_whose_checkpoint_is_gone_ends_where_no_other_can_come(tmp_path: Path) -> None:
+    """The reference trainer has trained on every batch, and without weights there is no further one: exit code 8, with what to do."""
+    values = configuration([drawn("a", ratio=1.0)], max_steps=4, local={"trainer": True})
+    experiment = Experiment(tmp_path, values, bound_s=BOUND_S)
+    await experiment.run()
+    await asyncio.to_thread(shutil.rmtree, experiment.run_dir / "checkpoints")
+    arguments = ("--max_steps", "8")
+    async with await Command.start("run", experiment.config, *arguments, logs=tmp_path / "logs") as command:
+        assert await command.wait() == 8
+    assert "step_4" in command.errors()
+    assert "--rewind-to STEP" in command.errors()
+
+
 async def test_a_version_that_a_returning_server_cannot_load_does_not_keep_the_run_from_ending(
     tmp_path: Path,
 ) -> None:

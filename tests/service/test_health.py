@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from orchestrator.errors import StalledError
+from orchestrator.errors import InferenceError, StalledError
 from orchestrator.run.status import diagnose
-from orchestrator.service.health import DiskSpace, LoopLag, Watchdog
+from orchestrator.service.health import WAITING_S, DiskSpace, LoopLag, Watchdog
 from orchestrator.simulate.neighbours import Behaviour
 from orchestrator.simulate.world import World
 from tests.support.waiting import until
@@ -42,6 +42,7 @@ class Watched:
         self.diagnosis = DIAGNOSIS
         self.progressed = 0.0
         self.failing_s = 0.0
+        self.bereft = ""
         self.looks = 0
         self.looked = asyncio.Event()
         self.watchdog = Watchdog(
@@ -50,6 +51,7 @@ class Watched:
             progressed_at=lambda: self.progressed,
             starved=lambda: self.starved,
             all_failing_s=self._look,
+            bereft=lambda: self.bereft,
             diagnose=lambda: self.diagnosis,
             clock=lambda: self.now,
         )
@@ -114,6 +116,19 @@ async def test_a_run_in_which_every_env_fails_ends() -> None:
     watched.progressed, watched.failing_s = watched.now, 5.0
     with pytest.raises(StalledError, match=r"every env has been failing for 5 s: .*math: error"):
         await watched.watchdog.run()
+
+
+async def test_a_run_whose_weights_are_gone_for_good_ends() -> None:
+    """Not at once, and not because of exit_on_stall: somebody may put them back, but nothing else can bring any."""
+    watched = Watched(now=0.0, timeout_s=10_000.0)
+    watched.bereft = "no weights at step_8"
+    while watched.now < WAITING_S:
+        watched.now += watched.watchdog.look()
+    with pytest.raises(InferenceError, match="no weights at step_8"):
+        watched.watchdog.look()
+    assert watched.now < 2 * WAITING_S
+    watched.bereft = ""
+    watched.watchdog.look()
 
 
 def waits_told(watched: Watched, until: float) -> list[tuple[float, Any]]:
