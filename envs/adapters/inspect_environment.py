@@ -152,7 +152,11 @@ class InspectEnvironment(Environment):
 
     def identity(self, task: Task) -> object:
         sample = task["sample"]
-        return [str(sample.id), str(sample.input), str(sample.target)]
+        asked = sample.input
+        if not isinstance(asked, str):
+            # Inspect gives every message an id of its own, another one in every process.
+            asked = [message.model_dump(mode="json", exclude={"id"}) for message in asked]
+        return [str(sample.id), asked, str(sample.target)]
 
     async def setup(self) -> None:
         # One task enters and leaves what the library opens, as its cancel scopes demand; `close` ends it.

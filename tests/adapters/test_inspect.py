@@ -57,6 +57,19 @@ def test_many_samples_run_side_by_side_in_one_eval_whose_log_opens(
     assert log["scores"].count("C") == 3
 
 
+def test_a_sample_that_is_a_conversation_is_the_same_task_in_every_process(
+    inspect_ai: Driver, tmp_path: Path
+) -> None:
+    """Whatever ids Inspect gives the messages when the dataset is made."""
+    runs = [{"index": 0}, {"index": 1}]
+    first, second = (
+        [answer["digest"] for answer in played(inspect_ai, "conversations", tmp_path, runs=runs)["answers"]]
+        for _ in range(2)
+    )
+    assert first == second
+    assert len(set(first)) == 2
+
+
 def test_tools_are_inspects_and_turns_extend_each_other(inspect_ai: Driver, tmp_path: Path) -> None:
     """A call goes back to the engine as it was sampled, so that the rollout is one sequence."""
     call = {"name": "add", "arguments": json.dumps({"a": 0, "b": 1})}

@@ -69,6 +69,15 @@ def with_tools() -> Task:
 
 
 @task
+def conversations() -> Task:
+    dataset = [
+        Sample(input=[ChatMessageUser(content=f"What is {number} + 1?")], target=str(number + 1))
+        for number in range(2)
+    ]
+    return Task(dataset=dataset, solver=generate(), scorer=includes())
+
+
+@task
 def graded() -> Task:
     return Task(dataset=questions(), solver=generate(), scorer=model_graded_qa())
 
