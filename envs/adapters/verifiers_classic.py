@@ -12,6 +12,7 @@ import re
 import signal
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -27,6 +28,9 @@ from envs.rollout import Rollout
 
 _RETRYABLE = (vf.InfraError, vf.InvalidModelResponseError)
 _THREADS = 256
+
+_unscored: ContextVar[list[Any]] = ContextVar("unscored_states")
+"""States of a group's rollouts that have ended; the rubric has yet to score them, and to clean up after them."""
 
 
 @dataclass(slots=True)
@@ -92,21 +96,36 @@ class ClassicEnvironment(Environment):
     async def rollout(self, task: Task, model: Model) -> Rollout:
         client = PolicyClient(model)
         state = await self._env.rollout(dict(task), client, model.name, self._sampling(model))
-        self._raise_failure(state, client)
-        client.finish(state.get("trajectory") or [])
         if self.group_scored:
-            # Scored in `score_group`, which also fills in the metrics.
+            # Scored with its group, which also fills in the metrics.
+            _unscored.get().append(state)
+            self._raise_failure(state, client)
+            client.finish(state.get("trajectory") or [])
             return self._handed_in(state, model, reward=0.0)
-        await self._score([state])
+        try:
+            self._raise_failure(state, client)
+            client.finish(state.get("trajectory") or [])
+            await self._score([state])
+        finally:
+            await self._env.rubric.cleanup(state)
         return self._handed_in(state, model, reward=state["reward"])
 
-    async def score_group(self, task: Task, rollouts: list[Rollout]) -> list[float]:
-        members = [rollout for rollout in rollouts if isinstance(rollout, ScoredLater)]
-        assert len(members) == len(rollouts)
-        await self._score([member.state for member in members], group=True)
-        for member in members:
-            member.metrics = _metrics(member.state)
-        return [member.state["reward"] for member in members]
+    async def rollout_group(self, task: Task, model: Model, count: int) -> list[Rollout]:
+        """Scored in here, because what waits for its rubric is to be cleaned up also where a member fails."""
+        states: list[Any] = []
+        token = _unscored.set(states)
+        try:
+            rollouts = await super().rollout_group(task, model, count)
+            members = [rollout for rollout in rollouts if isinstance(rollout, ScoredLater)]
+            if members:
+                await self._score([member.state for member in members], group=True)
+            for member in members:
+                member.reward, member.metrics = member.state["reward"], _metrics(member.state)
+            return rollouts
+        finally:
+            _unscored.reset(token)
+            for state in states:
+                await self._env.rubric.cleanup(state)
 
     async def close(self) -> None:
         # What the library's own server calls; it has no public name.
@@ -119,17 +138,13 @@ class ClassicEnvironment(Environment):
     async def _score(self, states: list[Any], *, group: bool = False) -> None:
         rubric = self._env.rubric
         watch(rubric, is_group=_is_group_reward)
-        try:
-            with watching() as errors:
-                if not getattr(self._env, "score_rollouts", True):
-                    await rubric.dummy_score_group(states)
-                elif group:
-                    await rubric.score_group(states)
-                else:
-                    await rubric.score_rollout(states[0])
-        finally:
-            for state in states:
-                await rubric.cleanup(state)
+        with watching() as errors:
+            if not getattr(self._env, "score_rollouts", True):
+                await rubric.dummy_score_group(states)
+            elif group:
+                await rubric.score_group(states)
+            else:
+                await rubric.score_rollout(states[0])
         _raise_reward_errors(errors)
         for error in errors:
             for state in states:

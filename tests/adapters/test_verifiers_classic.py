@@ -159,6 +159,20 @@ def test_a_metric_that_raises_is_left_out(classic: Driver) -> None:
     assert set(answer["rollouts"][0]["metrics"]) == {"correct", "num_turns"}
 
 
+@pytest.mark.parametrize(("run", "kind"), [({}, "keeping"), ({"kind": "group", "count": 3}, "keeping_group")])
+def test_a_sandbox_that_waits_for_the_rubric_is_closed_also_when_nothing_is_scored(
+    classic: Driver, run: dict[str, Any], kind: str
+) -> None:
+    """That of the rollout that failed, and those of the members of its group that had ended."""
+    good = [{"content": "one"}]
+    for first in ("one", "fail"):
+        turns = [[{"content": "fine"}, {"content": "fine"}, {"content": first, "delay_s": 0.2}], good, good]
+        answers = classic.play(ID, [run] * (1 if run else 3), args={"kind": kind}, turns=turns)["answers"]
+        failed = [answer["kind"] for answer in answers if "kind" in answer]
+        assert failed == (["sandbox_error"] if first == "fail" else [])
+        assert classic.call("classic_tested:count_kept") == 0
+
+
 @pytest.mark.parametrize(
     ("kind", "expected", "retryable"),
     [

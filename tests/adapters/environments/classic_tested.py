@@ -128,6 +128,40 @@ def variety(completion: Any) -> float:
     return float(len(set(last_text(completion))))
 
 
+kept: set[str] = set()
+"""Sandboxes that are open."""
+
+
+def count_kept() -> int:
+    return len(kept)
+
+
+class KeepingRubric(vf.Rubric):
+    """Looks into the sandbox, and closes it when it has scored."""
+
+    @vf.cleanup
+    async def close_sandbox(self, state: vf.State) -> None:
+        kept.discard(state["trajectory_id"])
+
+
+class Keeping(Countdown):
+    """Leaves its sandbox open for the rubric, unless the rollout is cut off, as the library's own do."""
+
+    async def setup_state(self, state: vf.State) -> vf.State:
+        kept.add(state["trajectory_id"])
+        return await super().setup_state(state)
+
+    async def env_response(self, messages: Any, state: vf.State, **kwargs: Any) -> Any:
+        if messages[-1].content == "fail":
+            raise vf.SandboxError("the box is gone")
+        return await super().env_response(messages, state, **kwargs)
+
+    @vf.cleanup
+    async def close_sandbox(self, state: vf.State) -> None:
+        if not state.get("is_completed"):
+            kept.discard(state["trajectory_id"])
+
+
 class Broken(vf.SingleTurnEnv):
     """Its world fails before the policy is asked."""
 
@@ -172,6 +206,10 @@ def load_environment(kind: str = "single", extra: float = 1.0) -> vf.Environment
             return Ledger(dataset=words(), rubric=balance, max_turns=4)
         case "multi_turn":
             return Countdown(dataset=words(), rubric=exact)
+        case "keeping":
+            return Keeping(dataset=words(), rubric=KeepingRubric(funcs=[correct]))
+        case "keeping_group":
+            return Keeping(dataset=words(), rubric=KeepingRubric(funcs=[correct, shortest]))
         case "sandbox_error":
             return Broken(vf.SandboxError("the box is gone"), dataset=words(), rubric=exact)
         case "tool_error":
