@@ -2,7 +2,7 @@
 
 Generating a task and scoring an answer may take seconds, so both run on threads, never on the loop: a thread for each
 dataset that generates (`envs.adapters.reasoning_gym_tasks`), a few that score. Answers are scored by the dataset's
-own `score_answer`.
+own `score_answer`; where that works out what the policy wrote, in helper processes that are ended when it takes too long.
 """
 
 import asyncio
@@ -12,13 +12,16 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from envs.adapters.reasoning_gym_tasks import (
+    COMPUTED,
     LazyTask,
+    Problem,
     ProceduralTasks,
     SizedTasks,
     build_sources,
     datasets,
     library,
 )
+from envs.dataset.aside import Aside
 from envs.environment import Environment, Task
 from envs.errors import EnvironmentLoadError
 from envs.importing import nearest
@@ -26,6 +29,7 @@ from envs.model import Model
 from envs.rollout import Rollout
 
 _SCORING_THREADS = 4
+_LONGEST_SCORE_S = 10.0
 
 
 class ReasoningGym(Environment):
@@ -59,6 +63,11 @@ class ReasoningGym(Environment):
         self._answer = re.compile(rf"<{tag}>\s?(.*?)\s?</{tag}>", re.DOTALL)
         self._sources, self._weights = build_sources(name, config)
         self._scoring = ThreadPoolExecutor(_SCORING_THREADS, thread_name_prefix="reasoning-gym-score")
+        self._aside = Aside(
+            "envs.adapters.reasoning_gym_tasks:score_packed",
+            most=_SCORING_THREADS,
+            timeout_s=_LONGEST_SCORE_S,
+        )
 
     def tasks(self, split: str) -> ProceduralTasks:
         if self._size is None:
@@ -74,7 +83,7 @@ class ReasoningGym(Environment):
             messages.insert(0, {"role": "system", "content": self._instructions})
         reply = await model.chat(messages)
         answer = self.answer(reply.text)
-        reward, readable = await loop.run_in_executor(self._scoring, problem.score, answer)
+        reward, readable = await self._score(problem, answer)
         return model.rollout(
             reward, metrics={"answered": float(answer is not None), "readable": float(readable)}
         )
@@ -89,7 +98,18 @@ class ReasoningGym(Environment):
         found = self._answer.findall(text[: text.rfind(self._closing) + len(self._closing)])
         return (found[-1].strip() if found else text.strip()) or None
 
+    async def _score(self, problem: Problem, answer: str | None) -> tuple[float, bool]:
+        """What an answer is worth, and whether it could be read; one that cannot be worked out in time could not."""
+        if problem.made_of[0] not in COMPUTED:
+            return await asyncio.get_running_loop().run_in_executor(self._scoring, problem.score, answer)
+        try:
+            reward, readable = await self._aside.call(*problem.packed(), answer)
+        except TimeoutError:
+            return 0.0, False
+        return reward, readable
+
     async def close(self) -> None:
+        await self._aside.aclose()
         # A task or a score that never returns must not keep the server from ending.
         for threads in (self._scoring, *(source.thread for source in self._sources)):
             threads.shutdown(wait=False, cancel_futures=True)

@@ -7,10 +7,13 @@ A task may take seconds to generate. Every dataset has one thread and one lock o
 composite too, so that a slow one holds up neither a quick one nor the loop; what was generated is kept for a while.
 """
 
+import base64
 import dataclasses
+import functools
 import importlib
 import importlib.metadata
 import json
+import pickle
 import random
 import re
 import threading
@@ -42,15 +45,32 @@ _EXAMPLES = {
 }
 """Where datasets that store no answer, because many are right, keep an example of one."""
 
+COMPUTED = frozenset(
+    {
+        "binary_matrix",
+        "coin_flip",
+        "countdown",
+        "intermediate_integration",
+        "n_queens",
+        "polynomial_multiplication",
+        "puzzle24",
+        "simple_integration",
+        "spiral_matrix",
+        "string_insertion",
+    }
+)
+"""Datasets whose score works out what stands in the answer; `9**9**9` takes for ever, and lets no other thread run."""
+
 _LIST_FUNCTIONS = threading.Lock()
 """Held while `list_functions` generates: it draws from a generator that all its objects share."""
 
 
 class Problem(NamedTuple):
-    """What was generated, and the dataset that scores it."""
+    """What was generated, the dataset that scores it, and of what that was made: its name, its config, its seed."""
 
     entry: dict[str, Any]
     dataset: Any
+    made_of: tuple[str, Mapping[str, Any], int]
 
     def score(self, answer: str | None) -> tuple[float, bool]:
         """What the dataset says an answer is worth, and whether it could read it.
@@ -63,6 +83,23 @@ class Problem(NamedTuple):
         except Exception:  # noqa: BLE001  foreign code, which raises anything at an answer that it does not expect
             self.dataset.score_answer(answer=right_answer(self.entry), entry=self.entry)
             return 0.0, False
+
+    def packed(self) -> list[Any]:
+        """What another process needs to score an answer, as JSON."""
+        name, config, seed = self.made_of
+        return [name, json.dumps(config), seed, base64.b64encode(pickle.dumps(self.entry)).decode()]
+
+
+def score_packed(name: str, config: str, seed: int, entry: str, answer: str | None) -> tuple[float, bool]:
+    """The score of an answer to a problem that another process has packed."""
+    dataset = _source(name, config).block(seed)
+    unpacked = pickle.loads(base64.b64decode(entry))  # noqa: S301  the env server packed it
+    return Problem(unpacked, dataset, (name, {}, seed)).score(answer)
+
+
+@functools.cache
+def _source(name: str, config: str) -> "Source":
+    return Source(name, json.loads(config))
 
 
 def right_answer(entry: Mapping[str, Any]) -> str | None:
@@ -96,12 +133,16 @@ class Source:
         with self._lock:
             known = self._problems.get((seed, place))
             if known is None:
-                dataset = self._block(seed + self._shift)
-                known = self._problems[seed, place] = Problem(self._generate(dataset, place), dataset)
+                dataset = self.block(seed + self._shift)
+                made_of = (self._name, self._config, seed + self._shift)
+                known = self._problems[seed, place] = Problem(
+                    self._generate(dataset, place), dataset, made_of
+                )
                 _trim(self._problems, _PROBLEMS_KEPT)
         return known
 
-    def _block(self, seed: int) -> Any:
+    def block(self, seed: int) -> Any:
+        """The dataset of a block; its last few are kept."""
         block = self._blocks.get(seed)
         if block is None:
             block = self._blocks[seed] = make_dataset(

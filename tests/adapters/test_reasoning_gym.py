@@ -109,6 +109,16 @@ def test_an_answer_that_the_dataset_cannot_read_is_wrong_and_not_a_failure(reaso
     assert answer["rollouts"][0]["metrics"] == {"answered": 1.0, "readable": 0.0}
 
 
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", ["countdown", "puzzle24", "simple_integration"])
+def test_an_answer_that_cannot_be_worked_out_holds_up_nobody(reasoning_gym: Driver, name: str) -> None:
+    """It counts as one that cannot be read, and the rollouts beside it are scored meanwhile."""
+    turns = [[{"content": "<answer>9**9**9</answer>"}, {"content": "<answer>1 + 1</answer>"}]]
+    answers = reasoning_gym.play(f"reasoning_gym::{name}", [{}] * 6, turns=turns)["answers"]
+    readable = [answer["rollouts"][0]["metrics"]["readable"] for answer in answers]
+    assert sorted(readable) == [0.0, 0.0, 0.0, 1.0, 1.0, 1.0]
+
+
 def test_a_task_is_a_pure_function_of_args_split_and_index(reasoning_gym: Driver) -> None:
     """The same index gives the same question in another server, in any order of asking."""
     runs = [{"index": index} for index in range(600)]
