@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import contextvars
 import itertools
+import math
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -24,7 +25,13 @@ from inspect_ai import (
 )
 from inspect_ai.log._samples import active_samples  # type: ignore[import-not-found]  # as above
 from inspect_ai.model import GenerateConfig, get_model  # type: ignore[import-not-found]  # as above
-from inspect_ai.scorer import value_to_float  # type: ignore[import-not-found]  # as above
+from inspect_ai.scorer import (  # type: ignore[import-not-found]  # as above
+    CORRECT,
+    INCORRECT,
+    NOANSWER,
+    PARTIAL,
+    value_to_float,
+)
 
 from envs.adapters.inspect_policy import PROVIDER, Sampled, not_recorded, running
 from envs.environment import Environment, Task, Tasks
@@ -34,6 +41,8 @@ from envs.model import Model
 from envs.rollout import Rollout
 
 _AT_ONCE = 4096
+_LETTERS = (CORRECT, PARTIAL, INCORRECT, NOANSWER)
+_WORDS = ("yes", "true", "no", "false")
 
 
 class Samples:
@@ -201,12 +210,12 @@ class InspectEnvironment(Environment):
 
     def _scores(self, ended: Any) -> tuple[dict[str, float], float]:
         """Every score as a number by name, and the one that is the reward. A score of several values has `name.key`."""
-        found: dict[str, float] = {}
+        found: dict[str, Any] = {}
         for name, score in (ended.scores or {}).items():
             values = score.value if isinstance(score.value, dict) else {"": score.value}
             for key, value in values.items():
                 if not isinstance(value, (dict, list)):
-                    found[f"{name}.{key}" if key else name] = float(self._to_float(value))
+                    found[f"{name}.{key}" if key else name] = value
         wanted = self._score if self._score is not None else next(iter(found), None)
         if wanted not in found or (self._score is None and len(found) > 1):
             raise RolloutFailure(
@@ -215,7 +224,12 @@ class InspectEnvironment(Environment):
                 retryable=False,
             )
         assert wanted is not None
-        return found, found[wanted]
+        metrics = {name: self._to_float(value) for name, value in found.items() if _is_number(value)}
+        if wanted not in metrics:
+            raise RolloutFailure(
+                "no_score", f'{self.name}: score "{wanted}" is {found[wanted]!r}, no number', retryable=False
+            )
+        return metrics, metrics[wanted]
 
     async def _run(self) -> None:
         """The eval, from the first sample to the last."""
@@ -243,3 +257,15 @@ class InspectEnvironment(Environment):
             raise
         finally:
             self._feed.fail(error)
+
+
+def _is_number(value: object) -> bool:
+    """Whether Inspect can make a number of a score; of anything else it makes 0 and a warning."""
+    if isinstance(value, str):
+        if value in _LETTERS or value.lower() in _WORDS:
+            return True
+        try:
+            value = float(value)
+        except ValueError:
+            return False
+    return isinstance(value, (int, float)) and math.isfinite(value)

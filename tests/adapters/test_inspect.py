@@ -106,6 +106,24 @@ def test_of_several_scores_one_must_be_named(inspect_ai: Driver, tmp_path: Path)
     assert named["rollouts"][0]["metrics"] == {"includes": 1.0, "parts.right": 1.0, "parts.length": 7.0}
 
 
+def test_a_score_that_is_no_number_is_a_failed_rollout_and_not_a_zero(
+    inspect_ai: Driver, tmp_path: Path
+) -> None:
+    """Where it is the reward; where another score is, it is no metric."""
+    rewards = {"P": 0.5, "N": 0.0, "yes": 1.0, "False": 0.0, "0.25": 0.25, "0": 0.0}
+    replies = [*rewards, "B+", "nan", ""]
+    turns = [[{"content": reply} for reply in replies]]
+    answers = played(inspect_ai, "judged", tmp_path, turns=turns, runs=[{}] * len(replies))["answers"]
+    got = sorted(answer["rollouts"][0]["reward"] for answer in answers if "rollouts" in answer)
+    assert got == sorted(rewards.values())
+    failed = [answer for answer in answers if "kind" in answer]
+    assert [answer["kind"] for answer in failed] == ["no_score"] * 3
+    assert any("'B+', no number" in answer["message"] for answer in failed)
+    args = {"task": {"with_parts": True}, "score": "parts.length"}
+    other = played(inspect_ai, "judged", tmp_path, turns=[[{"content": "B+"}]], args=args)["answers"][0]
+    assert other["rollouts"][0]["metrics"] == {"parts.right": 0.0, "parts.length": 7.0}
+
+
 def test_a_failure_in_a_sample_is_a_failed_rollout_and_not_a_zero(inspect_ai: Driver, tmp_path: Path) -> None:
     """What the endpoint said comes back as it was; a solver that raises is told; the eval goes on for the others."""
     refused = [[{"status": 400, "error": "no such thing"}, {"content": "It is 1"}]]

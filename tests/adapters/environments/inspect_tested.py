@@ -55,6 +55,20 @@ def parts():
     return score
 
 
+@scorer(metrics=[accuracy()])
+def verdict():
+    async def score(state, target):
+        return Score(value=state.output.completion)
+
+    return score
+
+
+@task
+def judged(with_parts: bool = False) -> Task:
+    scorers = [verdict(), parts()] if with_parts else [verdict()]
+    return Task(dataset=questions(), solver=generate(), scorer=scorers)
+
+
 @task
 def sums(prefix: str = "") -> Task:
     dataset = questions()
