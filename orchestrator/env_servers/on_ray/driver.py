@@ -11,6 +11,7 @@ import importlib
 import os
 import signal
 import sys
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -121,27 +122,31 @@ class Driver:
 
 
 class ServerLog:
-    """The file of what one server says, kept within a bound."""
+    """The file of what one server says, kept within a bound; what cannot be written, on a full disk for example, is lost."""
 
     def __init__(self, path: Path, max_bytes: int) -> None:
         self._path = path
         self._max_bytes = max_bytes
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("ab")
+        self._file: FileIO | None = None
 
     def __enter__(self) -> "ServerLog":
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._file.close()
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                self._file.close()
 
     def write(self, said: bytes) -> None:
-        if self._file.tell() > self._max_bytes:
-            self._file.close()
-            self._path.replace(self._path.with_suffix(".old.log"))
-            self._file = self._path.open("ab")
-        self._file.write(said)
-        self._file.flush()
+        with contextlib.suppress(OSError):
+            if self._file is not None and self._file.tell() > self._max_bytes:
+                full, self._file = self._file, None
+                full.close()
+                self._path.replace(self._path.with_suffix(".old.log"))
+            if self._file is None:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                self._file = self._path.open("ab", buffering=0)
+            self._file.write(said)
 
 
 def options(resources: dict[str, float]) -> dict[str, Any]:
