@@ -41,6 +41,9 @@ from envs.model import Model
 from envs.rollout import Rollout
 
 _AT_ONCE = 4096
+_LOGGED_AT_ONCE = 500
+"""Samples between writes of the log. Each write reads its whole directory again, on the event loop, and the default is every sample."""
+
 _LETTERS = (CORRECT, PARTIAL, INCORRECT, NOANSWER)
 _WORDS = ("yes", "true", "no", "false")
 
@@ -250,6 +253,7 @@ class InspectEnvironment(Environment):
                 fail_on_error=False,
                 max_samples=_AT_ONCE,
                 score_display=False,
+                log_buffer=_LOGGED_AT_ONCE,
                 log_realtime=False,
             )
         except BaseException as raised:

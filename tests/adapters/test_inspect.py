@@ -70,6 +70,14 @@ def test_a_sample_that_is_a_conversation_is_the_same_task_in_every_process(
     assert len(set(first)) == 2
 
 
+def test_the_log_is_written_for_many_samples_at_once(inspect_ai: Driver, tmp_path: Path) -> None:
+    """Each write goes through all samples before it, which would cost a long run more and more."""
+    turns = [[{"content": "1", "delay_s": 0.05 * number} for number in range(60)]]
+    played(inspect_ai, "sums", tmp_path, runs=[{}] * 60, turns=turns)
+    (writes,) = inspect_ai.call(f"{TESTED}:count_writes", directory=str(tmp_path))
+    assert 0 < writes < 10
+
+
 def test_tools_are_inspects_and_turns_extend_each_other(inspect_ai: Driver, tmp_path: Path) -> None:
     """A call goes back to the engine as it was sampled, so that the rollout is one sequence."""
     call = {"name": "add", "arguments": json.dumps({"a": 0, "b": 1})}

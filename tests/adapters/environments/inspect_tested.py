@@ -5,6 +5,8 @@
 
 import os
 import tempfile
+import zipfile
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("INSPECT_DISPLAY", "none")
@@ -140,6 +142,14 @@ def library_run(name: str, replies: list[str]) -> dict[str, Any]:
         "value": next(iter(sample.scores.values())).value,
         "messages": [[message.role, message.text] for message in sample.messages],
     }
+
+
+def count_writes(directory: str) -> list[int]:
+    """How often samples were written to each log."""
+    return [
+        sum(name.startswith("_journal/summaries/") for name in zipfile.ZipFile(path).namelist())
+        for path in Path(directory).glob("*.eval")
+    ]
 
 
 def read_logs(directory: str) -> list[dict[str, Any]]:
