@@ -253,16 +253,9 @@ def test_files_that_are_full_are_not_kept_open(tmp_path: Path, fsync: bool) -> N
     store.close()
 
 
-def refuse(*_: Any) -> int:
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-async def test_a_payload_file_that_cannot_be_begun_is_not_written_to_afterwards(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The number that it had is another file's by then; what comes last is recorded all the same."""
-    monkeypatch.setattr(journals, "SEGMENT_BYTES", SEGMENT_BYTES)
-    store = open_store(tmp_path, segment_bytes=SEGMENT_BYTES, keep_batches=0)
+def leave_little_in_many_files(run_dir: Path) -> None:
+    """Twelve queued groups, each in a segment of which nothing else is needed: the next process moves them together."""
+    store = open_store(run_dir, segment_bytes=SEGMENT_BYTES, keep_batches=0)
     for step in range(1, 13):
         batch = make_batch(step, 8)
         store.begin(sync=True)
@@ -272,6 +265,18 @@ async def test_a_payload_file_that_cannot_be_begun_is_not_written_to_afterwards(
         store.acknowledge(step)
         store.commit(sync=True)
     store.close()
+
+
+def refuse(*_: Any) -> int:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+async def test_a_payload_file_that_cannot_be_begun_is_not_written_to_afterwards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The number that it had is another file's by then; what comes last is recorded all the same."""
+    monkeypatch.setattr(journals, "SEGMENT_BYTES", SEGMENT_BYTES)
+    leave_little_in_many_files(tmp_path)
     failed = asyncio.Event()
     journal = open_journal(tmp_path, on_error=lambda error: failed.set())
     with monkeypatch.context() as patch:
@@ -295,16 +300,7 @@ async def test_a_move_that_fails_by_whatever_it_is_ends_the_run_and_loses_nothin
 ) -> None:
     """The move is undone; what comes after it is recorded when the journal is closed."""
     monkeypatch.setattr(journals, "SEGMENT_BYTES", SEGMENT_BYTES)
-    store = open_store(tmp_path, segment_bytes=SEGMENT_BYTES, keep_batches=0)
-    for step in range(1, 13):
-        batch = make_batch(step, 8)
-        store.begin(sync=True)
-        for group in [make_group(1000 + step), *batch.groups]:
-            store.add_group(group)
-        store.add_batch(batch, None, {})
-        store.acknowledge(step)
-        store.commit(sync=True)
-    store.close()
+    leave_little_in_many_files(tmp_path)
 
     def exhaust(*_: Any) -> int:
         raise MemoryError
