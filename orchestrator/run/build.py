@@ -185,6 +185,7 @@ def build_buffer(
         # Paced work is trained in the order of its age, so that none of it is left behind.
         order="version" if settings.mode == "pace" else "arrival",
     )
+    # Also where batches follow no targets: of an env that has none nothing comes, so nothing is waited for.
     buffer.set_quotas(targets)
     return buffer
 
